@@ -1,0 +1,221 @@
+"""What crosses a boundary: specs (hashable, frozen) and batches of rows (numpy).
+
+A *row* is what one environment gave at one tick, plus the action chosen after it (docs/design.md, "The row").
+This module needs numpy alone (ml_dtypes gives numpy its bfloat16), so that a replay process never loads JAX.
+
+Axes: E environments, B batch, T time, A action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+FLAGS = ("is_first", "is_last", "is_terminal")
+
+
+def as_dtype(name: str) -> np.dtype:
+    """The numpy dtype of `name`, bfloat16 included. Raises TypeError for a name numpy does not know."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape (without leading E, B or T axes) and dtype name of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * as_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """An action: continuous in [-1, 1] per element (`classes` None), or integers in 0..classes-1 per element."""
+
+    shape: tuple[int, ...]
+    classes: tuple[int, ...] | None = None
+    """One entry per element, in C order; None for a continuous action."""
+
+    @property
+    def array(self) -> ArraySpec:
+        return ArraySpec(self.shape, "float32" if self.classes is None else "int32")
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What an agent may know of an environment."""
+
+    id: str
+    obs: tuple[tuple[str, ArraySpec], ...]
+    """(key, array) in the environment's own key order."""
+    action: ActionSpec
+    episode_length: int | None
+    """Time limit in agent steps (after action repeat); None where the environment has none or hides it."""
+    action_repeat: int = 1
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """The columns that a replay table stores for one row."""
+
+    obs: tuple[tuple[str, ArraySpec], ...]
+    action: ArraySpec
+    latents: tuple[tuple[str, ArraySpec], ...] = ()
+    """Agent-defined extras that `write_back` may replace."""
+
+    @property
+    def columns(self) -> dict[str, ArraySpec]:
+        """Flat column name -> array: `obs/KEY`, `reward`, the flags, `action`, `latents/KEY`."""
+        return {
+            **{f"obs/{k}": v for k, v in self.obs},
+            "reward": ArraySpec((), "float32"),
+            **{k: ArraySpec((), "bool") for k in FLAGS},
+            "action": self.action,
+            **{f"latents/{k}": v for k, v in self.latents},
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one stored row."""
+        return sum(c.nbytes for c in self.columns.values())
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """Which runs of consecutive rows of one environment a learner is served."""
+
+    length: int
+    """Rows per window, `context` included."""
+    context: int = 0
+    """Leading rows that only set the carry."""
+    cross_episodes: bool = False
+    """Whether a window may run over an episode's end."""
+    closed_only: bool = True
+    """Whether rows become sampleable only once their episode is closed."""
+    start: Literal["episodes", "windows"] = "episodes"
+    """Uniform over closed episodes and then over their starts, or uniform over all windows."""
+    last_start: bool = True
+    """Whether the last start of an episode is drawn; False reproduces an early TD-MPC2's exclusive bound."""
+    latents: Literal["none", "context"] = "none"
+    """Rows of which latents are sent."""
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or not 0 <= self.context < self.length:
+            raise ValueError(
+                f"a window of {self.length} rows with {self.context} of context trains on nothing; "
+                "window.length must exceed window.context"
+            )
+        if self.start == "episodes" and (self.cross_episodes or not self.closed_only):
+            raise ValueError(
+                "window.start='episodes' needs cross_episodes=False and closed_only=True: "
+                "it draws a closed episode first, then a start inside it"
+            )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many updates are due: arithmetic on one counter, so that it resumes in the middle of a burst.
+
+    Until `counter` exceeds `start` nothing is due and actors act uniformly at random; from then on
+    `ratio * (counter - lead)` updates are due in all, so the first tick beyond `start` owes a burst.
+    """
+
+    counter: Literal["rows", "transitions"]
+    start: int
+    lead: int = 0
+    ratio: float = 1.0
+    """Updates per unit of `counter`."""
+
+    def due(self, count: int) -> int:
+        """Updates that should have been made when the counter stands at `count`."""
+        return 0 if count <= self.start else max(0, int((count - self.lead) * self.ratio))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One row of each of E environments (one tick). Arrays are [E, ...]."""
+
+    env_id: np.ndarray
+    """int32 [E]."""
+    obs: Mapping[str, np.ndarray]
+    reward: np.ndarray
+    """float32 [E], received on entering `obs`; 0 where is_first."""
+    is_first: np.ndarray
+    is_last: np.ndarray
+    is_terminal: np.ndarray
+    action: np.ndarray
+    """[E, A] in agent units, chosen after `obs`; zeros where is_last."""
+    latents: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Window:
+    """B windows of T consecutive rows. Arrays are [B, T, ...]; latents are [B, context, ...]."""
+
+    env_id: np.ndarray
+    """int32 [B]."""
+    first_row: np.ndarray
+    """int64 [B]: row number, in its environment, of each window's first row."""
+    obs: Mapping[str, np.ndarray]
+    reward: np.ndarray
+    is_first: np.ndarray
+    is_last: np.ndarray
+    is_terminal: np.ndarray
+    action: np.ndarray
+    latents: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """Fresh latents for N rows, by identity. Arrays are [N, ...]; of two updates of one row the later wins."""
+
+    env_id: np.ndarray
+    row: np.ndarray
+    latents: Mapping[str, np.ndarray]
+
+
+def column(rows: Rows | Window, name: str) -> np.ndarray:
+    """The array of a flat column name as in `RowSpec.columns`."""
+    group, _, key = name.partition("/")
+    value = getattr(rows, group)
+    return value[key] if key else value
+
+
+def from_columns(columns: Mapping[str, np.ndarray]) -> dict[str, object]:
+    """Flat columns -> keyword arguments of Rows or Window (the inverse of `column`)."""
+    out: dict[str, object] = {"obs": {}, "latents": {}}
+    for name, value in columns.items():
+        group, _, key = name.partition("/")
+        if key:
+            out[group][key] = value  # type: ignore[index]  # group is "obs" or "latents", both dicts
+        else:
+            out[name] = value
+    return out
+
+
+@dataclass
+class Counters:
+    """What a run has done. Environment steps are `transitions * action_repeat`, the x-axis of every curve."""
+
+    rows: int = 0
+    """Rows appended to replay, reset rows included."""
+    transitions: int = 0
+    """Environment transitions (rows that are not is_first), the newest one included before it is appended."""
+    episodes: int = 0
+    updates: int = 0
+    skipped: int = 0
+    """Updates skipped because something in them was not finite."""
+
+    def as_dict(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}

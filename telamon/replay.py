@@ -1,0 +1,59 @@
+"""The `Replay` protocol: what actors and learners need of a replay, embedded or remote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from telamon.data import Rows, Window, WriteBack
+
+
+@dataclass(frozen=True)
+class ReplayStats:
+    """Counts since the table was created, and what it holds now."""
+
+    rows: int
+    """Rows ever appended."""
+    rows_held: int
+    bytes_held: int
+    """Bytes that the held rows occupy."""
+    episodes: int
+    """Closed episodes that can be sampled."""
+    sampled_windows: int
+    written_back: int
+    stale: int
+    """Write-backs dropped because their row had been overwritten."""
+
+
+class Replay(Protocol):
+    """A table of per-environment rings. Rows are identified by (env_id, row); slots stay hidden."""
+
+    def append(self, rows: Rows) -> None:
+        """Adds one tick: one row per environment. Raises ValueError naming the column, expected and found."""
+        ...
+
+    def can_sample(self) -> bool:
+        """Whether at least one window may be drawn."""
+        ...
+
+    def sample(self, batch: int, purpose: Literal["train", "report"] = "train") -> Window:
+        """Draws `batch` windows. Raises LookupError while no window can be drawn."""
+        ...
+
+    def write_back(self, update: WriteBack) -> int:
+        """Replaces latents of rows that are still held; returns how many were. Stale rows are dropped and counted."""
+        ...
+
+    def stats(self) -> ReplayStats: ...
+
+    def mark(self, name: str) -> None:
+        """Makes the present state, the sampler's generator included, restorable under `name`; atomic."""
+        ...
+
+    def restore(self, name: str) -> None:
+        """Returns to a mark. Raises FileNotFoundError or ValueError naming what is missing or damaged."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Drops a mark and the files that no other mark needs."""
+        ...
