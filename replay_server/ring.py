@@ -1,0 +1,193 @@
+"""The columns of one table: a ring of rows per environment.
+
+Row number r of an environment (int64, counts from 0, never reused) lives in slot r % capacity. Slots stay inside this
+file; everybody else says (env_id, row). An environment holds the rows tail <= r < head.
+
+Order in a full ring: advance the tail, write the rows, advance the head. So at no moment does [tail, head) contain a
+row that is being overwritten, and a reader that looks at the tail again after its gather knows whether what it copied
+was still there. One thread appends.
+
+Axes: E environments, N rows of one call, B windows, T rows of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from telamon.data import ArraySpec, as_dtype
+
+CHUNK_ROWS = 1024
+"""Rows, over all environments, that are persisted together (`touched`, `read_chunk`, `load_chunk`)."""
+
+LATENTS = "latents/"
+"""Columns of this prefix may be written again after their row was appended."""
+
+
+def check_columns(columns: Mapping[str, np.ndarray], specs: Mapping[str, ArraySpec], count: int) -> None:
+    """Raises ValueError naming the first column that is missing, unknown, or not [count, *shape] of its dtype."""
+    if columns.keys() != specs.keys():
+        missing = sorted(specs.keys() - columns.keys())
+        unknown = sorted(columns.keys() - specs.keys())
+        raise ValueError(
+            f"columns {missing} are missing and columns {unknown} are unknown; "
+            f"the row spec of this table has {list(specs)}"
+        )
+    for name, spec in specs.items():
+        value, shape, dtype = columns[name], (count, *spec.shape), as_dtype(spec.dtype)
+        if value.shape != shape or value.dtype != dtype:
+            raise ValueError(
+                f"column {name!r} is {value.dtype} {list(value.shape)}, "
+                f"but the row spec of this table says {dtype} {list(shape)}"
+            )
+
+
+class Ring:
+    """Rings of `capacity` rows for each of E environments, one array per column.
+
+    Memory is touched only where rows are written.
+    """
+
+    head: np.ndarray
+    """int64 [E]: one past the newest row; the number of the next one."""
+    tail: np.ndarray
+    """int64 [E]: the oldest row held."""
+
+    def __init__(self, specs: Mapping[str, ArraySpec], num_envs: int, capacity: int) -> None:
+        self.specs = dict(specs)
+        self.num_envs = num_envs
+        self.capacity = capacity
+        self.head = np.zeros(num_envs, np.int64)
+        self.tail = np.zeros(num_envs, np.int64)
+        # calloc: pages of large columns are given out by the kernel when they are first written
+        self._columns = {k: np.zeros((num_envs * capacity, *s.shape), as_dtype(s.dtype)) for k, s in specs.items()}
+        self._latent_specs = {k: s for k, s in self.specs.items() if k.startswith(LATENTS)}
+        # Environments advance in lockstep, so a chunk is one range of slots of all of them: what a few ticks
+        # touch is a few chunks, however many environments there are.
+        self._chunk_slots = max(1, CHUNK_ROWS // num_envs)
+        groups = ("rows", "latents") if self._latent_specs else ("rows",)
+        self._touched = {group: np.zeros(-(-capacity // self._chunk_slots), bool) for group in groups}
+
+    def check(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+        """Raises ValueError for a tick that `append` must not get: an unknown or repeated environment, a bad column."""
+        self._check_env_id(env_id)
+        if env_id.size > 1 and np.bincount(env_id).max() > 1:
+            raise ValueError(f"env_id {env_id.tolist()} repeats an environment; a tick has one row of each")
+        check_columns(columns, self.specs, env_id.size)
+
+    def append(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Adds one row to each environment of `env_id` [N]; columns are [N, ...]. Returns their numbers, int64 [N].
+
+        Takes only what `check` accepts.
+        """
+        row = self.head[env_id]
+        slot = row % self.capacity
+        self.tail[env_id] = np.maximum(self.tail[env_id], row + 1 - self.capacity)
+        place = self._place(env_id, slot)
+        for name, value in columns.items():
+            self._columns[name][place] = value
+        for touched in self._touched.values():
+            touched[slot // self._chunk_slots] = True
+        self.head[env_id] = row + 1
+        return row
+
+    def gather(
+        self, env_id: np.ndarray, first_row: np.ndarray, length: int, names: Iterable[str]
+    ) -> dict[str, np.ndarray]:
+        """Copies `length` rows from `first_row` [B] on of environments `env_id` [B]: name -> [B, length, ...].
+
+        Raises LookupError naming a window that is not wholly held.
+        """
+        self._check_env_id(env_id)
+        slot = (first_row[:, None] + np.arange(length)) % self.capacity
+        place = self._place(env_id[:, None], slot)
+        out = {name: self._columns[name].take(place, axis=0) for name in names}
+        # after the copy: see the order of an append above
+        gone = (first_row < self.tail[env_id]) | (first_row + length > self.head[env_id])
+        if gone.any():
+            i = int(gone.argmax())
+            e, r = int(env_id[i]), int(first_row[i])
+            raise LookupError(
+                f"rows {r} to {r + length - 1} of environment {e} are not all held; "
+                f"it holds {self.tail[e]} to {self.head[e] - 1}"
+            )
+        return out
+
+    def write(self, env_id: np.ndarray, row: np.ndarray, latents: Mapping[str, np.ndarray]) -> int:
+        """Replaces the latent columns ([N, ...]) of rows (`env_id`, `row`) [N]; of two for one row the later wins.
+
+        Returns how many of the N were for rows still held; the others are dropped. Raises ValueError for an unknown
+        environment, a row that was never appended, and as `check_columns`.
+        """
+        self._check_env_id(env_id)
+        if row.shape != env_id.shape or row.dtype.kind != "i":
+            raise ValueError(f"row is {row.dtype} {list(row.shape)}, but env_id has {list(env_id.shape)} integers")
+        check_columns(latents, self._latent_specs, row.size)
+        never = (row < 0) | (row >= self.head[env_id])
+        if never.any():
+            i = int(never.argmax())
+            raise ValueError(
+                f"row {row[i]} of environment {env_id[i]} was never appended; the next one is {self.head[env_id[i]]}"
+            )
+        held = np.flatnonzero(row >= self.tail[env_id])
+        slot = row[held] % self.capacity
+        # numpy does not promise which of several assignments to one element stays: keep the last of each
+        place, last = np.unique(self._place(env_id[held], slot)[::-1], return_index=True)
+        source = held[held.size - 1 - last]
+        for name, value in latents.items():
+            self._columns[name][place] = value[source]
+        if latents:
+            self._touched["latents"][slot // self._chunk_slots] = True
+        return held.size
+
+    def held(self, name: str, env: int) -> np.ndarray:
+        """A copy of column `name` of every row that environment `env` holds, oldest first: [head - tail, ...]."""
+        slot = np.arange(self.tail[env], self.head[env]) % self.capacity
+        return self._columns[name].take(self._place(np.array(env), slot), axis=0)
+
+    # -- what persist.py needs: the same memory as numbered chunks
+
+    def touched(self) -> dict[str, np.ndarray]:
+        """Group -> numbers of its chunks written to since `settle`. Groups: "rows", and "latents" if there are any."""
+        return {group: np.flatnonzero(touched) for group, touched in self._touched.items()}
+
+    def settle(self) -> None:
+        """Declares every chunk untouched."""
+        for touched in self._touched.values():
+            touched[:] = False
+
+    def read_chunk(self, group: str, number: int) -> list[np.ndarray]:
+        """The columns of one chunk, in the order of `specs`: views [E, slots, ...]."""
+        return [column[:, self._chunk(number)] for column in self._group(group)]
+
+    def load_chunk(self, group: str, number: int, arrays: Iterable[np.ndarray]) -> None:
+        """The inverse of `read_chunk`. Raises ValueError when an array does not fit its column."""
+        for column, array in zip(self._group(group), arrays, strict=True):
+            target = column[:, self._chunk(number)]
+            if array.shape != target.shape or array.dtype != target.dtype:
+                raise ValueError(
+                    f"chunk {number} of {group} holds {array.dtype} {list(array.shape)}, "
+                    f"the table has {target.dtype} {list(target.shape)}"
+                )
+            target[...] = array
+
+    def _place(self, env_id: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        # env_id may be int32, which E * capacity overflows
+        return env_id.astype(np.int64) * self.capacity + slot
+
+    def _chunk(self, number: int) -> slice:
+        return slice(number * self._chunk_slots, (number + 1) * self._chunk_slots)
+
+    def _group(self, group: str) -> list[np.ndarray]:
+        return [
+            column.reshape(self.num_envs, self.capacity, *column.shape[1:])
+            for name, column in self._columns.items()
+            if name.startswith(LATENTS) == (group == "latents")
+        ]
+
+    def _check_env_id(self, env_id: np.ndarray) -> None:
+        if env_id.ndim != 1 or env_id.dtype.kind != "i":
+            raise ValueError(f"env_id is {env_id.dtype} {list(env_id.shape)}, expected a vector of signed integers")
+        if env_id.size and not (env_id.min() >= 0 and env_id.max() < self.num_envs):
+            raise ValueError(f"env_id {env_id.tolist()} leaves the table's environments 0 to {self.num_envs - 1}")

@@ -1,0 +1,97 @@
+"""The replay of one process: rings, the index of their episodes, and counters. Implements `telamon.replay.Replay`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from replay_server import windows
+from replay_server.ring import Ring
+from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, from_columns
+from telamon.replay import ReplayStats
+
+
+def table_bytes(row_spec: RowSpec, num_envs: int, capacity: int) -> int:
+    """Bytes of a full table: `capacity` rows for each of `num_envs` environments."""
+    return row_spec.nbytes * num_envs * capacity
+
+
+class Store:
+    """A table of `num_envs` rings of `capacity` rows each, served as windows of `window_spec`.
+
+    rng: draws every window; its state is part of a mark.
+    Raises ValueError for windows that such a table cannot serve.
+    """
+
+    def __init__(
+        self, row_spec: RowSpec, window_spec: WindowSpec, num_envs: int, capacity: int, rng: np.random.Generator
+    ) -> None:
+        windows.check_spec(window_spec, capacity)
+        self._row_spec = row_spec
+        self._window_spec = window_spec
+        self._rng = rng
+        self._ring = Ring(row_spec.columns, num_envs, capacity)
+        self._episodes = windows.Episodes(num_envs, capacity, windows.min_rows(window_spec))
+        self._latents = [f"latents/{k}" for k, _ in row_spec.latents]
+        self._served = [name for name in row_spec.columns if name not in self._latents]
+        self._sampled_windows = 0
+        self._written_back = 0
+        self._stale = 0
+
+    def append(self, rows: Rows) -> None:
+        """Adds one tick. Raises ValueError naming the column or environment, expected and found."""
+        columns = _columns(rows)
+        self._ring.check(rows.env_id, columns)
+        self._episodes.check(rows.env_id, rows.is_first)
+        row = self._ring.append(rows.env_id, columns)
+        self._episodes.append(rows.env_id, row, self._ring.tail[rows.env_id], rows.is_first, rows.is_last)
+
+    def can_sample(self) -> bool:
+        return windows.can_draw(self._window_spec, self._episodes, self._ring.tail, self._ring.head)
+
+    def sample(self, batch: int, purpose: Literal["train", "report"] = "train") -> Window:
+        """Draws `batch` windows into fresh arrays. Raises LookupError while no window can be drawn."""
+        if batch < 1:
+            raise ValueError(f"a batch of {batch} windows is empty; batch must be at least 1")
+        spec, ring = self._window_spec, self._ring
+        env_id, first_row = windows.draw(spec, self._episodes, ring.tail, ring.head, batch, self._rng)
+        columns = ring.gather(env_id, first_row, spec.length, self._served)
+        if spec.latents == "context":
+            columns |= ring.gather(env_id, first_row, spec.context, self._latents)
+        if purpose == "train":
+            self._sampled_windows += batch
+        return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+
+    def write_back(self, update: WriteBack) -> int:
+        """Replaces latents of rows that are still held; returns how many were. Stale rows are dropped and counted."""
+        latents = {f"latents/{k}": v for k, v in update.latents.items()}
+        written = self._ring.write(update.env_id, update.row, latents)
+        self._written_back += written
+        self._stale += update.row.size - written
+        return written
+
+    def stats(self) -> ReplayStats:
+        held = int((self._ring.head - self._ring.tail).sum())
+        return ReplayStats(
+            rows=int(self._ring.head.sum()),
+            rows_held=held,
+            bytes_held=held * self._row_spec.nbytes,
+            episodes=int(self._episodes.count.sum()),
+            sampled_windows=self._sampled_windows,
+            written_back=self._written_back,
+            stale=self._stale,
+        )
+
+
+def _columns(rows: Rows) -> dict[str, np.ndarray]:
+    """Flat columns, as named in `RowSpec.columns`."""
+    return {
+        **{f"obs/{k}": v for k, v in rows.obs.items()},
+        "reward": rows.reward,
+        "is_first": rows.is_first,
+        "is_last": rows.is_last,
+        "is_terminal": rows.is_terminal,
+        "action": rows.action,
+        **{f"latents/{k}": v for k, v in rows.latents.items()},
+    }
