@@ -56,8 +56,7 @@ class TwoHot:
         else:
             y = jnp.clip(y, bins[0], bins[-1])
             below = jnp.clip((bins <= y[..., None]).sum(-1) - 1, 0, last - 1)
-            # each weight is a distance over the width, and the width of D3's outer bins is up to 7e7
-            upper = (y - bins[below]) / (bins[below + 1] - bins[below])
+            upper = 1 - (bins[below + 1] - y) / (bins[below + 1] - bins[below])
         k, below, upper = jnp.arange(last + 1), below[..., None], upper[..., None]
         return jnp.where(k == below, 1 - upper, 0.0) + jnp.where(k == below + 1, upper, 0.0)
 

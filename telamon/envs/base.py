@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from telamon.data import EnvSpec
+
+OnError = Literal["stop", "rebuild"]
+"""What a broken environment costs: the run, or its episode (it is rebuilt and its row is a new is_first row)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class BatchedEnv(Protocol):
 
     spec: EnvSpec
     num_envs: int
+    bounds: tuple[np.ndarray, np.ndarray] | None
+    """The environment's own (low, high) per action element, to which [-1, 1] is mapped; None for integer actions."""
+    active: int | None
+    """The environment being stepped right now, for a watchdog to name; None between ticks and where all step at once."""
 
     def reset(self) -> Step:
         """Starts a new episode in every environment: rows with is_first."""

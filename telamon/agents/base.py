@@ -1,0 +1,82 @@
+"""What the rest of the system may ask of an agent. Both agents are frozen dataclasses with pure, jittable methods.
+
+Nothing at or below this line knows of threads, sockets, files or Ray. All randomness enters as explicit arrays:
+`draw_act_noise` and `draw_update_noise` make one pytree from one key, so that a test can inject recorded draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import jax
+
+from telamon.data import EnvSpec, RowSpec, Schedule, Window, WindowSpec
+
+PyTree = Any
+Mode = Literal["train", "eval"]
+
+
+class Agent(Protocol):
+    """A world-model agent for one EnvSpec. Axes: E environments, B batch, T time."""
+
+    env: EnvSpec
+
+    @property
+    def row_spec(self) -> RowSpec:
+        """What replay must store."""
+        ...
+
+    @property
+    def window_spec(self) -> WindowSpec:
+        """What replay must serve."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Windows per update."""
+        ...
+
+    def schedule(self, num_envs: int) -> Schedule:
+        """How many updates are due."""
+        ...
+
+    def capacity(self, num_envs: int) -> int:
+        """Rows per environment that the agent's preset keeps."""
+        ...
+
+    def init(self, key: jax.Array) -> PyTree:
+        """TrainState: parameters, targets, optimisers, normalisers, counters."""
+        ...
+
+    def acting_params(self, state: PyTree) -> PyTree:
+        """The part of a TrainState that an actor needs."""
+        ...
+
+    def initial_carry(self, num_envs: int) -> PyTree:
+        """What an actor carries from tick to tick, leaves [E, ...]."""
+        ...
+
+    def act(
+        self,
+        params: PyTree,
+        carry: PyTree,
+        obs: Mapping[str, jax.Array],
+        is_first: jax.Array,
+        noise: PyTree,
+        mode: Mode,
+    ) -> tuple[jax.Array, PyTree, Mapping[str, jax.Array]]:
+        """(action [E, A], carry, latents to store with the row)."""
+        ...
+
+    def update(self, state: PyTree, window: Window, noise: PyTree) -> tuple[PyTree, Mapping[str, jax.Array], PyTree]:
+        """(state, scalar metrics, latents to write back or None). One gradient step."""
+        ...
+
+    def report(self, state: PyTree, window: Window, noise: PyTree) -> Mapping[str, jax.Array]:
+        """Losses without any change of state, and whatever is worth a picture."""
+        ...
+
+    def draw_act_noise(self, key: jax.Array, num_envs: int) -> PyTree: ...
+
+    def draw_update_noise(self, key: jax.Array) -> PyTree: ...

@@ -1,0 +1,146 @@
+"""TD-MPC2's hyperparameters, size presets and recipes (arXiv:2310.16828, tables 8 and 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where the code behind the published curves and the reference's latest code differ (docs/numerics.md)."""
+
+    squashed_entropy: bool
+    """The policy's entropy bonus includes the tanh Jacobian."""
+    q_dropout_always: bool
+    """Q dropout also acts in TD targets and in the planner, not only in losses."""
+    stale_policy_norm: bool
+    """The previous update's clipped policy gradient counts in the world model's clip norm."""
+    elite_draw: Literal["inverse_cdf", "gumbel"]
+    """How the executed elite is drawn from the scores."""
+
+
+RECIPES = {
+    "paper": Recipe(squashed_entropy=True, q_dropout_always=True, stale_policy_norm=True, elite_draw="inverse_cdf"),
+    "latest": Recipe(squashed_entropy=False, q_dropout_always=False, stale_policy_norm=False, elite_draw="gumbel"),
+}
+
+PRESETS: dict[int, dict[str, int]] = {
+    1: dict(enc_dim=256, mlp_dim=384, latent_dim=128, num_enc_layers=2, num_q=2),
+    5: dict(enc_dim=256, mlp_dim=512, latent_dim=512, num_enc_layers=2, num_q=5),
+    19: dict(enc_dim=1024, mlp_dim=1024, latent_dim=768, num_enc_layers=3, num_q=5),
+    48: dict(enc_dim=1792, mlp_dim=1792, latent_dim=768, num_enc_layers=4, num_q=5),
+    317: dict(enc_dim=4096, mlp_dim=4096, latent_dim=1376, num_enc_layers=5, num_q=8),
+}
+"""Sizes by their parameters in millions (multi-task; single-task models are a little smaller)."""
+
+
+@dataclass(frozen=True)
+class TDMPC2Config:
+    """Defaults are preset 5 and the paper's single-task settings."""
+
+    recipe: Literal["paper", "latest"] = "paper"
+    """The code behind the published curves, or the reference's latest code."""
+
+    # networks
+    enc_dim: int = 256
+    mlp_dim: int = 512
+    latent_dim: int = 512
+    num_enc_layers: int = 2
+    num_q: int = 5
+    """Members of the Q ensemble."""
+    simnorm_dim: int = 8
+    """Classes per group of the latent's softmax; must divide latent_dim."""
+    dropout: float = 0.01
+    """In the first layer of each Q member."""
+    num_bins: int = 101
+    vmin: float = -10.0
+    vmax: float = 10.0
+    """Edges of the two-hot bins, in symlog space."""
+    log_std_min: float = -10.0
+    log_std_max: float = 2.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype of the networks; losses, distributions and parameters stay float32."""
+
+    # losses
+    batch_size: int = 256
+    """Windows per update."""
+    horizon: int = 3
+    """Steps of the training rollout and of a plan."""
+    rho: float = 0.5
+    """Weight of step t is rho^t."""
+    consistency_coef: float = 20.0
+    reward_coef: float = 0.1
+    value_coef: float = 0.1
+    termination_coef: float = 1.0
+    entropy_coef: float = 1e-4
+    episodic: bool = False
+    """Learn and plan with true terminations. Without it an environment that terminates is refused."""
+
+    # optimisation
+    lr: float = 3e-4
+    enc_lr_scale: float = 0.3
+    """The encoder's learning rate is lr * enc_lr_scale."""
+    grad_clip_norm: float = 20.0
+    tau: float = 0.01
+    """Rate of the target Q and of the running Q scale."""
+
+    # planning
+    mpc: bool = True
+    """Plan each decision; False acts from the policy prior."""
+    iterations: int = 6
+    """MPPI iterations per decision; 2 more from 20 action dimensions on."""
+    num_samples: int = 512
+    """Candidate plans, policy trajectories included."""
+    num_pi_trajs: int = 24
+    num_elites: int = 64
+    min_std: float = 0.05
+    max_std: float = 2.0
+    temperature: float = 0.5
+    """Multiplies the elites' value differences: larger is greedier."""
+    env_batching: Literal["auto", "vmap", "map"] = "auto"
+    """Plan several environments as one batch or one after another; auto: in turn on CPU, where a batch leaves the cache."""
+
+    # the task
+    episode_length: int | None = None
+    """Agent steps per episode where the environment does not tell; the discount and the seed phase follow from it."""
+    discount_denom: float = 5.0
+    discount_min: float = 0.95
+    discount_max: float = 0.995
+
+    # data
+    buffer_size: int = 1_000_000
+    """Transitions kept over all environments."""
+    seed_steps: int | None = None
+    """Random transitions before the first update; None: max(1000, 5 episodes)."""
+    last_start: bool = True
+    """Train on each episode's last window; False reproduces the early code, which never did."""
+
+    def __post_init__(self) -> None:
+        positive = ("enc_dim mlp_dim latent_dim num_enc_layers simnorm_dim num_bins batch_size horizon iterations "
+                    "num_samples num_elites buffer_size lr grad_clip_norm").split()  # fmt: skip
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"agent.{name}={getattr(self, name)} must be above 0")
+        if self.num_q < 2:
+            raise ValueError(f"agent.num_q={self.num_q}: targets take the smaller of two members, so 2 is the least")
+        if self.latent_dim % self.simnorm_dim:
+            raise ValueError(
+                f"agent.latent_dim={self.latent_dim} is no multiple of agent.simnorm_dim={self.simnorm_dim}, "
+                "the size of its softmax groups"
+            )
+        if not 0 <= self.num_pi_trajs <= self.num_samples:
+            raise ValueError(f"agent.num_pi_trajs={self.num_pi_trajs} must lie in 0..num_samples={self.num_samples}")
+        if self.num_elites > self.num_samples:
+            raise ValueError(f"agent.num_elites={self.num_elites} exceeds agent.num_samples={self.num_samples}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"agent.dropout={self.dropout} must lie in [0, 1)")
+
+
+def discount(episode_length: int, denom: float = 5.0, low: float = 0.95, high: float = 0.995) -> float:
+    """TD-MPC2's heuristic: clip((f - 1) / f, low, high) with f = episode_length / denom (in agent steps).
+
+    A horizon of a fifth of the episode: 50 and 100 -> 0.95, 200 -> 0.975, 500 -> 0.99, 1000 and beyond -> 0.995.
+    """
+    f = episode_length / denom
+    return min(max((f - 1) / f, low), high)

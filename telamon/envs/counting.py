@@ -1,0 +1,155 @@
+"""An environment for tests whose data know their own position: any lost, repeated or misplaced row shows.
+
+`where` is (environment, episode, t); `total` is the sum of the episode's rewards; the reward of a step is
+`encode(action)`. It can be told to break at an exact place (`Fault`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from telamon.data import ActionSpec, ArraySpec, EnvSpec
+from telamon.envs.base import OnError
+from telamon.envs.checks import box_action
+from telamon.envs.host import HostEnvs, Transition
+
+NAMES = ("continuous", "discrete")
+
+EPISODES_PER_REBUILD = 1000
+"""A rebuilt environment numbers its episodes from here on, so that no position occurs twice."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Breaks environment `env` at step `t` of its episode `episode` (t = 0: at the reset)."""
+
+    kind: Literal["raise", "nan_reward", "inf_obs", "shape", "missing", "dtype", "hang"]
+    env: int = 0
+    episode: int = 0
+    t: int = 1
+    every_rebuild: bool = False
+    """Whether a rebuilt environment breaks at the same place again."""
+
+
+def encode(action: np.ndarray) -> float:
+    """The reward for `action`: its elements weighted by 1, 2, 3, ..."""
+    return float(np.dot(np.ravel(action), np.arange(1, np.size(action) + 1)))
+
+
+def episode_length(lengths: Sequence[int], env: int, episode: int) -> int:
+    """Environment steps of an episode: the lengths in turn, each environment starting at its own."""
+    return lengths[(env + episode) % len(lengths)]
+
+
+def make(
+    name: str,
+    num_envs: int,
+    seed: int,
+    *,
+    action_repeat: int | None = None,
+    on_error: OnError = "stop",
+    lengths: Sequence[int] = (7,),
+    terminate_every: int = 0,
+    action_size: int = 2,
+    classes: int = 3,
+    faults: Sequence[Fault] = (),
+) -> HostEnvs:
+    """A batch of counting environments; nothing in them is random, so `seed` changes nothing.
+
+    lengths: environment steps per episode, see `episode_length`.
+    terminate_every: every so many episodes end by termination, the others by truncation; 0 for never.
+    action_size, classes: elements of the action, and classes of each (`discrete` only).
+    """
+    if name not in NAMES:
+        raise KeyError(name)
+    del seed
+    repeat = 1 if action_repeat is None else action_repeat
+    if name == "continuous":
+        action, bounds = box_action(-np.ones(action_size), np.ones(action_size), np.float32)
+    else:
+        action, bounds = ActionSpec((action_size,), (classes,) * action_size), None
+    spec = EnvSpec(
+        id=f"counting:{name}",
+        obs=(("where", ArraySpec((3,))), ("total", ArraySpec(()))),
+        action=action,
+        episode_length=-(-max(lengths) // repeat),
+        action_repeat=repeat,
+    )
+
+    def one(index: int, rebuild: int) -> Counting:
+        mine = tuple(f for f in faults if f.env == index and (rebuild == 0 or f.every_rebuild))
+        return Counting(index, rebuild * EPISODES_PER_REBUILD, tuple(lengths), terminate_every, mine)
+
+    return HostEnvs(spec, one, num_envs, on_error, bounds)
+
+
+class Counting:
+    """One counting environment (`OneEnv`)."""
+
+    def __init__(
+        self, index: int, offset: int, lengths: tuple[int, ...], terminate_every: int, faults: tuple[Fault, ...]
+    ) -> None:
+        self._index = index
+        self._offset = offset
+        self._episode = -1
+        self._t = 0
+        self._total = 0.0
+        self._lengths = lengths
+        self._terminate_every = terminate_every
+        self._faults = faults
+
+    def reset(self) -> Mapping[str, Any]:
+        self._episode, self._t, self._total = self._episode + 1, 0, 0.0
+        return self._break(self._obs(), 0.0)[0]
+
+    def step(self, action: np.ndarray) -> Transition:
+        self._t += 1
+        reward = encode(action)
+        self._total += reward
+        obs, reward = self._break(self._obs(), reward)
+        last = self._t >= episode_length(self._lengths, self._index, self._episode)
+        terminal = last and self._terminate_every > 0 and (self._episode + 1) % self._terminate_every == 0
+        return Transition(obs, reward, last, terminal)
+
+    def _obs(self) -> dict[str, Any]:
+        where = np.array([self._index, self._offset + self._episode, self._t], np.float32)
+        return {"where": where, "total": np.float32(self._total)}
+
+    def _break(self, obs: dict[str, Any], reward: float) -> tuple[dict[str, Any], float]:
+        for fault in self._faults:
+            if (fault.episode, fault.t) != (self._episode, self._t):
+                continue
+            match fault.kind:
+                case "raise":
+                    raise RuntimeError("the counting environment was told to break")
+                case "nan_reward":
+                    reward = float("nan")
+                case "inf_obs":
+                    obs["where"] = np.array([np.inf, 0, 0], np.float32)
+                case "shape":
+                    obs["where"] = obs["where"][:2]
+                case "missing":
+                    del obs["where"]
+                case "dtype":
+                    obs["where"] = np.array(["a", "b", "c"], object)
+                case "hang":
+                    time.sleep(3600)
+        return obs, reward
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        return {"count": np.array([self._offset, self._episode, self._t]), "total": np.array(self._total)}
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._offset, self._episode, self._t = (int(x) for x in state["count"])
+        self._total = float(state["total"])
+
+    def render(self) -> np.ndarray:
+        raise NotImplementedError("a counting environment has no picture")
+
+    def close(self) -> None:
+        pass

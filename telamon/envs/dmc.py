@@ -1,0 +1,150 @@
+"""dm_control suite tasks: `dmc:cartpole-swingup` (domain-task, dashes for underscores, as in TD-MPC2's task names)."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from telamon.data import ArraySpec, EnvSpec
+from telamon.envs.base import OnError
+from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
+from telamon.envs.host import HostEnvs, Transition
+
+ACTION_REPEAT = 2
+"""TD-MPC2's, for every task of the suite."""
+
+RENDER_SIZE = 384
+"""Pixels per side, as in TD-MPC2's videos."""
+
+_DOMAINS = {"cup": "ball_in_cup", "pointmass": "point_mass"}
+_STATE = mujoco.mjtState.mjSTATE_INTEGRATION
+_ASSETS = ("tex_", "mesh_", "skin_")
+"""Prefixes of model arrays that no task changes and that make up most of a model's bytes."""
+
+
+def _import_suite() -> ModuleType:
+    """Imports dm_control.suite with a renderer that works without a display.
+
+    dm_control picks its renderer while it is imported, and by default one that needs a display. EGL needs none, but its
+    import fails where no driver is installed; training needs no pictures, so it then goes on without a renderer.
+    """
+    headless = sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL"} & os.environ.keys()
+    if headless:
+        os.environ["MUJOCO_GL"] = "egl"
+    try:
+        from dm_control import suite
+    except (ImportError, AttributeError):  # PyOpenGL raises AttributeError where libEGL is missing
+        if not headless:
+            raise
+        os.environ["MUJOCO_GL"] = "off"
+        from dm_control import suite
+    return suite
+
+
+suite = _import_suite()
+
+
+def task_names() -> list[str]:
+    """All tasks of the suite, as `make` takes them."""
+    short = {v: k for k, v in _DOMAINS.items()}
+    return [f"{short.get(d, d)}-{t.replace('_', '-')}" for d, t in suite.ALL_TASKS]
+
+
+def make(
+    name: str, num_envs: int, seed: int, *, action_repeat: int | None = None, on_error: OnError = "stop", **kwargs: Any
+) -> HostEnvs:
+    """A batch of one suite task. `kwargs` are the task's own (`time_limit`, ...). Raises KeyError for an unknown task."""
+    domain, _, task = name.partition("-")
+    domain, task = _DOMAINS.get(domain, domain), task.replace("-", "_")
+    if (domain, task) not in suite.ALL_TASKS:
+        raise KeyError(name)
+    repeat = ACTION_REPEAT if action_repeat is None else action_repeat
+
+    def load(index: int, rebuild: int) -> DMControl:
+        random = env_seed(seed, index, rebuild)
+        return DMControl(suite.load(domain, task, {**kwargs, "random": random}), camera=2 if domain == "quadruped" else 0)
+
+    probe = suite.load(domain, task, {**kwargs, "random": 0})
+    limit, action = probe._step_limit, probe.action_spec()  # the limit has no public name
+    action_spec, bounds = box_action(
+        np.broadcast_to(action.minimum, action.shape), np.broadcast_to(action.maximum, action.shape), action.dtype
+    )
+    spec = EnvSpec(
+        id=f"dmc:{name}",
+        obs=tuple((k, ArraySpec(v.shape, obs_dtype(v.dtype, k))) for k, v in probe.observation_spec().items()),
+        action=action_spec,
+        episode_length=None if math.isinf(limit) else math.ceil(math.ceil(limit) / repeat),
+        action_repeat=repeat,
+    )
+    return HostEnvs(spec, load, num_envs, on_error, bounds)
+
+
+class DMControl:
+    """One dm_control environment (`OneEnv`)."""
+
+    def __init__(self, env: Any, camera: int) -> None:
+        self._env = env
+        self._camera = camera
+        action = env.action_spec()
+        self._low, self._high = action.minimum, action.maximum
+        # Tasks draw targets and terrain into the *model*, which MuJoCo's state does not hold.
+        self._pristine = {k: v.copy() for k, v in self._model().items()}
+
+    def reset(self) -> Mapping[str, Any]:
+        return self._env.reset().observation
+
+    def step(self, action: np.ndarray) -> Transition:
+        step = self._env.step(to_bounds(action, self._low, self._high))
+        return Transition(step.observation, step.reward, step.last(), step.last() and step.discount == 0)
+
+    def _model(self) -> dict[str, np.ndarray]:
+        """The model's arrays (views), large assets left out."""
+        model = self._env.physics.model.ptr
+        names = (n for n in dir(model) if not n.startswith(("_", *_ASSETS)))
+        return {n: v for n in names if isinstance(v := getattr(model, n), np.ndarray)}
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """MuJoCo's integration state, the model arrays that the task changed, the step count and the task's generator."""
+        physics = self._env.physics
+        random = self._env.task.random.get_state(legacy=False)
+        return {
+            "physics": physics.get_state(sig=_STATE),
+            "steps": np.array([self._env._step_count, self._env._reset_next_step]),
+            "random": np.append(random["state"]["key"], [random["state"]["pos"], random["has_gauss"]]).astype(np.uint32),
+            "gauss": np.array(random["gauss"]),
+            **{f"model/{k}": v.copy() for k, v in self._model().items() if not np.array_equal(v, self._pristine[k])},
+        }
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._env.reset()  # some tasks set their own attributes here
+        for name, array in self._model().items():
+            array[...] = state.get(f"model/{name}", self._pristine[name])
+        physics = self._env.physics
+        physics.set_state(state["physics"], sig=_STATE)
+        # Recomputes what follows from the state (or the next step diverges); it also replaces the solver's warm start,
+        # which is part of the state.
+        mujoco.mj_forward(physics.model.ptr, physics.data.ptr)
+        physics.set_state(state["physics"], sig=_STATE)
+        self._env._step_count, self._env._reset_next_step = int(state["steps"][0]), bool(state["steps"][1])
+        *key, pos, has_gauss = state["random"].tolist()
+        self._env.task.random.set_state(
+            {
+                "bit_generator": "MT19937",
+                "state": {"key": np.array(key, np.uint32), "pos": pos},
+                "has_gauss": has_gauss,
+                "gauss": float(state["gauss"]),
+            }
+        )
+
+    def render(self) -> np.ndarray:
+        return self._env.physics.render(RENDER_SIZE, RENDER_SIZE, camera_id=self._camera)
+
+    def close(self) -> None:
+        self._env.close()

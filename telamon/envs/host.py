@@ -1,0 +1,173 @@
+"""Environments that step one at a time on the host, as one batch: reset ticks, action repeat, checks, rebuilds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from telamon.data import EnvSpec
+from telamon.envs.base import OnError, Step
+from telamon.envs.checks import (
+    Guard,
+    blank,
+    check_action,
+    log,
+    nonfinite,
+    put_obs,
+    step_from_arrays,
+    step_to_arrays,
+)
+
+
+class Transition(NamedTuple):
+    """What one environment gave for one action."""
+
+    obs: Mapping[str, Any]
+    reward: float
+    last: bool
+    """Terminated or truncated."""
+    terminal: bool
+    """A true termination."""
+
+
+class OneEnv(Protocol):
+    """One environment, without action repeat, reset ticks or checks: all that an adapter has to write."""
+
+    def reset(self) -> Mapping[str, Any]:
+        """Starts an episode; returns its first observation."""
+        ...
+
+    def step(self, action: np.ndarray) -> Transition:
+        """Applies an action in agent units ([-1, 1], or integers)."""
+        ...
+
+    def get_state(self) -> dict[str, np.ndarray] | None: ...
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None: ...
+
+    def render(self) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+Fault = tuple[str, Exception | None]
+"""What went wrong, and the exception that said so."""
+
+
+def _named(error: Exception) -> Fault:
+    return f"{type(error).__name__}: {error}", error
+
+
+class HostEnvs:
+    """A `BatchedEnv` of `num_envs` environments made by `make(index, rebuild)` and stepped in a loop.
+
+    Rewards are summed over `spec.action_repeat` repetitions of an action, which stop at an episode's end.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        make: Callable[[int, int], OneEnv],
+        num_envs: int,
+        on_error: OnError,
+        bounds: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.num_envs = num_envs
+        self.bounds = bounds
+        self.active: int | None = None
+        self._make = make
+        self._envs = [make(i, 0) for i in range(num_envs)]
+        self._guard = Guard(spec, num_envs, on_error)
+        self._row: Step | None = None
+
+    def reset(self) -> Step:
+        return self._tick(np.zeros((self.num_envs, *self.spec.action.shape)), np.ones(self.num_envs, bool))
+
+    def step(self, action: np.ndarray) -> Step:
+        if self._row is None:
+            raise ValueError(f"{self.spec.id} was stepped before its first reset; call reset() first")
+        check_action(self.spec, self.num_envs, action)
+        return self._tick(action, self._row.is_last)
+
+    def _tick(self, action: np.ndarray, fresh: np.ndarray) -> Step:
+        rows = blank(self.spec, self.num_envs)
+        for i in range(self.num_envs):
+            self.active = i
+            self._settle(i, self._attempt(i, None if fresh[i] else action[i], rows), rows)
+        for i, what in nonfinite(rows):
+            self.active = i
+            self._settle(i, (what, None), rows)
+        self.active = None
+        self._guard.count(rows)
+        self._row = rows
+        return rows
+
+    def _attempt(self, i: int, action: np.ndarray | None, rows: Step) -> Fault | None:
+        """Resets (`action` None) or steps environment `i` into its row; returns what went wrong, if anything did."""
+        rows.is_first[i] = action is None
+        try:
+            if action is None:
+                obs, reward, last, terminal = self._envs[i].reset(), 0.0, False, False
+            else:
+                reward, last = 0.0, False
+                for _ in range(self.spec.action_repeat):
+                    obs, r, last, terminal = self._envs[i].step(action)
+                    reward += r
+                    if last:
+                        break
+        except Exception as error:  # whatever a user's environment raises: it is named, chained and settled
+            return _named(error)
+        rows.reward[i], rows.is_last[i], rows.is_terminal[i] = reward, last, terminal
+        fault = put_obs(rows.obs, i, obs, self.spec)
+        return None if fault is None else (fault, None)
+
+    def _settle(self, i: int, fault: Fault | None, rows: Step) -> None:
+        """Stops, or rebuilds environment `i` until its reset gives a sound row, as often as the guard allows."""
+        step = 0 if rows.is_first[i] else int(self._guard.steps[i]) + 1
+        while fault is not None:
+            rebuild = self._guard.fault(i, step, *fault)
+            self._close(i)
+            step = 0
+            try:
+                self._envs[i] = self._make(i, rebuild)
+            except Exception as error:  # as above: the next rebuild may work, and the guard bounds their number
+                fault = _named(error)
+                continue
+            fault = self._attempt(i, None, rows)
+            if fault is None:
+                fault = next(((what, None) for j, what in nonfinite(rows) if j == i), None)
+
+    def _close(self, i: int) -> None:
+        try:
+            self._envs[i].close()
+        except Exception as error:  # a broken environment may be unable to close: it is being thrown away
+            log.warning("env_close_failed env=%d id=%s reason=%r", i, self.spec.id, str(error))
+
+    def get_state(self) -> dict[str, np.ndarray] | None:
+        if self._row is None:
+            raise ValueError(f"{self.spec.id} has no state before its first reset; call reset() first")
+        state = {**self._guard.get_state(), **step_to_arrays(self._row)}
+        for i, env in enumerate(self._envs):
+            own = env.get_state()
+            if own is None:
+                return None
+            state |= {f"env/{i}/{k}": v for k, v in own.items()}
+        return state
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> Step:
+        self._guard.set_state(state)
+        for i, env in enumerate(self._envs):
+            prefix = f"env/{i}/"
+            env.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        self._row = step_from_arrays(self.spec, state)
+        return step_from_arrays(self.spec, state)
+
+    def render(self, index: int = 0) -> np.ndarray:
+        return self._envs[index].render()
+
+    def close(self) -> None:
+        for env in self._envs:
+            env.close()

@@ -1,0 +1,212 @@
+"""The terminal view of a service: a panel that redraws in place, or a line now and then where there is no terminal.
+
+`update` may be called at every tick: between two drawings it only keeps what it was told. No thread draws behind the
+loop's back, so a long compilation shows the status that was set before it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PANEL_SECONDS = 0.5
+"""Shortest time between two drawings of the panel."""
+LINE_SECONDS = 15.0
+"""Shortest time between two lines where stdout is no terminal."""
+RATE_SECONDS = 30.0
+"""Rates are means over about this long: shorter ones jump with every episode's end."""
+PANEL_WIDTH = 100
+MARGIN = 3
+"""Columns left free beside the panel: the terminal's own "^C" fits there and moves no line."""
+RETURNS = {"return": "train/return", "eval": "eval/return"}
+"""Label -> metric of the returns shown, last and best."""
+
+
+class Rate:
+    """Speed of a counter, the mean over its last `RATE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, count: float, now: float) -> float:
+        """Notes the counter's value at `now` seconds; returns its change per second, NaN before a second has passed."""
+        self._points.append((now, count))
+        while len(self._points) > 2 and now - self._points[1][0] >= RATE_SECONDS:
+            self._points.popleft()
+        then, base = self._points[0]
+        return (count - base) / (now - then) if now - then >= 1.0 else math.nan
+
+
+@dataclass
+class Progress:
+    """What a service has told its view so far."""
+
+    title: str
+    total: int
+    """Environment steps of the whole run."""
+    env_steps: int = 0
+    updates: int = 0
+    status: str = ""
+    """What it is busy with where that is not plain training; shown until replaced."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Last value of each metric, by the metrics writer's names."""
+    best: dict[str, float] = field(default_factory=dict)
+    """Highest return so far, by the same names."""
+    elapsed: float = 0.0
+    """Seconds since the view was made."""
+    env_steps_rate: float = math.nan
+    updates_rate: float = math.nan
+
+    @property
+    def seconds_left(self) -> float:
+        """At the present speed; NaN before updates run, when random actions would promise too much."""
+        if not (self.updates_rate > 0 and self.env_steps_rate > 0):
+            return math.nan
+        return max(0, self.total - self.env_steps) / self.env_steps_rate
+
+
+def facts(progress: Progress) -> list[tuple[str, str]]:
+    """The rows of the panel and the parts of the line: (label, text), what is unknown left out."""
+    p = progress
+    left = "" if math.isnan(p.seconds_left) else f"  {_duration(p.seconds_left)} left"
+    rows = [("time", f"{_duration(p.elapsed)} elapsed{left}")]
+    if not math.isnan(p.env_steps_rate):
+        rows.append(("speed", f"{p.env_steps_rate:,.1f} env steps/s  {p.updates_rate:,.1f} updates/s"))
+    rows.append(("updates", f"{p.updates:,}"))
+    for label, key in RETURNS.items():
+        if key in p.metrics:
+            rows.append((label, f"{p.metrics[key]:,.1f} last  {p.best[key]:,.1f} best"))
+    losses = {k.removeprefix("loss/").removesuffix("_loss"): v for k, v in p.metrics.items() if k.startswith("loss/")}
+    if losses:
+        rows.append(("loss", "  ".join(f"{name} {value:.3g}" for name, value in losses.items())))
+    if p.status:
+        rows.append(("now", p.status))
+    return rows
+
+
+def line(progress: Progress) -> str:
+    """One line of plain text."""
+    done = f"{progress.env_steps:,}/{progress.total:,} env steps ({_percent(progress)})"
+    return " | ".join([done, *(f"{label}: {text}" for label, text in facts(progress))])
+
+
+def panel(progress: Progress, width: int) -> Panel:
+    """The panel, `width` columns wide."""
+    bar = Table.grid(padding=(0, 2), expand=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    done = f"{progress.env_steps:,} / {progress.total:,} env steps  {_percent(progress)}"
+    bar.add_row(ProgressBar(total=progress.total, completed=progress.env_steps), Text(done))
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    for label, text in facts(progress):
+        rows.add_row(label, Text(text, style="yellow" if label == "now" else ""))
+    body = Table.grid(expand=True)
+    body.add_row(bar)
+    body.add_row(rows)
+    return Panel(body, title=Text(progress.title), title_align="left", width=width)
+
+
+class LiveView:
+    """Shows one service's progress while its `with` block runs; the terminal is restored however that ends.
+
+    title: what is running, for example "tdmpc2 on dmc:cartpole-swingup".
+    total_steps: environment steps of the whole run.
+    console: where to show it. A panel needs a terminal; anything else gets plain lines.
+    clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, title: str, total_steps: int, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress = Progress(title, total_steps)
+        self._console = console
+        self._clock = clock
+        self._started = self._drawn = clock()
+        self._env_steps_rate, self._updates_rate = Rate(), Rate()
+        # The file is asked, not the console: FORCE_COLOR makes rich call a log file a terminal.
+        in_place = console.file.isatty() and not console.is_dumb_terminal
+        self._interval = PANEL_SECONDS if in_place else LINE_SECONDS
+        # stderr joins the panel only where both are the terminal; in `2>errors.txt` it must reach its file.
+        self._live = (
+            Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty()) if in_place else None
+        )
+
+    def update(
+        self,
+        *,
+        env_steps: int | None = None,
+        updates: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        status: str | None = None,
+    ) -> None:
+        """Takes what is new (None: unchanged) and draws if it is time, or at once for a new `status`.
+
+        metrics: as given to the metrics writer; returns and `loss/` values are shown. An empty `status` clears it.
+        """
+        p = self._progress
+        p.env_steps = p.env_steps if env_steps is None else env_steps
+        p.updates = p.updates if updates is None else updates
+        for key, value in (metrics or {}).items():
+            p.metrics[key] = value
+            if key in RETURNS.values():
+                p.best[key] = max(p.best.get(key, -math.inf), value)
+        news = status is not None and status != p.status
+        if status is not None:
+            p.status = status
+        if news or self._clock() - self._drawn >= self._interval:
+            self._draw()
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        else:
+            self._print(f"{self._progress.title}: {self._progress.total:,} env steps")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._draw()
+        finally:
+            if self._live is not None:
+                self._live.stop()
+
+    def _draw(self) -> None:
+        now = self._drawn = self._clock()
+        p = self._progress
+        p.elapsed = now - self._started
+        p.env_steps_rate = self._env_steps_rate.add(p.env_steps, now)
+        p.updates_rate = self._updates_rate.add(p.updates, now)
+        if self._live is None:
+            self._print(line(p))
+        else:
+            self._live.update(panel(p, min(PANEL_WIDTH, self._console.width - MARGIN)), refresh=True)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _percent(progress: Progress) -> str:
+    return f"{100 * progress.env_steps / progress.total:.0f}%"
+
+
+def _duration(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"
