@@ -146,7 +146,7 @@ class Ring:
         slot = np.arange(self.tail[env], self.head[env]) % self.capacity
         return self._columns[name].take(self._place(np.array(env), slot), axis=0)
 
-    # -- what persist.py needs: the same memory as numbered chunks
+    # What persist.py needs: the same memory as numbered chunks.
 
     def touched(self) -> dict[str, np.ndarray]:
         """Group -> numbers of its chunks written to since `settle`. Groups: "rows", and "latents" if there are any."""
@@ -157,31 +157,25 @@ class Ring:
         for touched in self._touched.values():
             touched[:] = False
 
-    def read_chunk(self, group: str, number: int) -> list[np.ndarray]:
-        """The columns of one chunk, in the order of `specs`: views [E, slots, ...]."""
-        return [column[:, self._chunk(number)] for column in self._group(group)]
+    def read_chunk(self, group: str, number: int) -> np.ndarray:
+        """A copy of one chunk: the bytes of its columns, one column after the other, uint8 [n]."""
+        return np.concatenate([part.reshape(-1).view(np.uint8) for part in self._parts(group, number)])
 
-    def load_chunk(self, group: str, number: int, arrays: Iterable[np.ndarray]) -> None:
-        """The inverse of `read_chunk`. Raises ValueError when an array does not fit its column."""
-        for column, array in zip(self._group(group), arrays, strict=True):
-            target = column[:, self._chunk(number)]
-            if array.shape != target.shape or array.dtype != target.dtype:
-                raise ValueError(
-                    f"chunk {number} of {group} holds {array.dtype} {list(array.shape)}, "
-                    f"the table has {target.dtype} {list(target.shape)}"
-                )
-            target[...] = array
+    def load_chunk(self, group: str, number: int, data: np.ndarray) -> None:
+        """The inverse of `read_chunk`."""
+        ends = np.cumsum([part.nbytes for part in self._parts(group, number)])
+        for part, piece in zip(self._parts(group, number), np.split(data, ends[:-1]), strict=True):
+            part[...] = piece.view(part.dtype).reshape(part.shape)
 
     def _place(self, env_id: np.ndarray, slot: np.ndarray) -> np.ndarray:
         # env_id may be int32, which E * capacity overflows
         return env_id.astype(np.int64) * self.capacity + slot
 
-    def _chunk(self, number: int) -> slice:
-        return slice(number * self._chunk_slots, (number + 1) * self._chunk_slots)
-
-    def _group(self, group: str) -> list[np.ndarray]:
+    def _parts(self, group: str, number: int) -> list[np.ndarray]:
+        """Views [E, slots, ...] of the columns of one chunk, in the order of `specs`."""
+        slots = slice(number * self._chunk_slots, (number + 1) * self._chunk_slots)
         return [
-            column.reshape(self.num_envs, self.capacity, *column.shape[1:])
+            column.reshape(self.num_envs, self.capacity, *column.shape[1:])[:, slots]
             for name, column in self._columns.items()
             if name.startswith(LATENTS) == (group == "latents")
         ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from replay_server import windows
-from replay_server.ring import Ring
+from replay_server import persist, windows
+from replay_server.ring import CHUNK_ROWS, Ring
 from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, from_columns
 from telamon.replay import ReplayStats
 
@@ -20,24 +22,31 @@ def table_bytes(row_spec: RowSpec, num_envs: int, capacity: int) -> int:
 class Store:
     """A table of `num_envs` rings of `capacity` rows each, served as windows of `window_spec`.
 
-    rng: draws every window; its state is part of a mark.
+    rng: draws every window; its state is part of a mark, so its bit generator is one whose state JSON can hold (PCG64).
+    directory: where marks are kept; it must be this store's alone. None where none will be asked for.
     Raises ValueError for windows that such a table cannot serve.
     """
 
     def __init__(
-        self, row_spec: RowSpec, window_spec: WindowSpec, num_envs: int, capacity: int, rng: np.random.Generator
+        self,
+        row_spec: RowSpec,
+        window_spec: WindowSpec,
+        num_envs: int,
+        capacity: int,
+        rng: np.random.Generator,
+        directory: Path | None = None,
     ) -> None:
         windows.check_spec(window_spec, capacity)
         self._row_spec = row_spec
         self._window_spec = window_spec
         self._rng = rng
+        self._directory = directory
         self._ring = Ring(row_spec.columns, num_envs, capacity)
         self._episodes = windows.Episodes(num_envs, capacity, windows.min_rows(window_spec))
+        self._chunks: dict[tuple[str, int], persist.ChunkFile] = {}
         self._latents = [f"latents/{k}" for k, _ in row_spec.latents]
         self._served = [name for name in row_spec.columns if name not in self._latents]
-        self._sampled_windows = 0
-        self._written_back = 0
-        self._stale = 0
+        self._counters = {"sampled_windows": 0, "written_back": 0, "stale": 0}
 
     def append(self, rows: Rows) -> None:
         """Adds one tick. Raises ValueError naming the column or environment, expected and found."""
@@ -60,15 +69,15 @@ class Store:
         if spec.latents == "context":
             columns |= ring.gather(env_id, first_row, spec.context, self._latents)
         if purpose == "train":
-            self._sampled_windows += batch
+            self._counters["sampled_windows"] += batch
         return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
 
     def write_back(self, update: WriteBack) -> int:
         """Replaces latents of rows that are still held; returns how many were. Stale rows are dropped and counted."""
         latents = {f"latents/{k}": v for k, v in update.latents.items()}
         written = self._ring.write(update.env_id, update.row, latents)
-        self._written_back += written
-        self._stale += update.row.size - written
+        self._counters["written_back"] += written
+        self._counters["stale"] += update.row.size - written
         return written
 
     def stats(self) -> ReplayStats:
@@ -78,10 +87,53 @@ class Store:
             rows_held=held,
             bytes_held=held * self._row_spec.nbytes,
             episodes=int(self._episodes.count.sum()),
-            sampled_windows=self._sampled_windows,
-            written_back=self._written_back,
-            stale=self._stale,
+            **self._counters,
         )
+
+    def mark(self, name: str) -> None:
+        """Makes the present state restorable under `name`, in place of an earlier mark of that name.
+
+        Writes only what was appended or written back since the last mark or restore. Raises OSError naming path and
+        bytes when the disk does not take it; earlier marks are then untouched.
+        """
+        state = {"counters": self._counters, "generator": self._rng.bit_generator.state}
+        self._chunks = persist.save(self._marks(), name, self._ring, self._chunks, self._spec(), state)
+        self._ring.settle()
+
+    def restore(self, name: str) -> None:
+        """Returns to a mark; the present state stays as it is when the mark is refused.
+
+        The mark is read beside the present rows, so a store that has rows needs memory for both.
+        Raises FileNotFoundError or ValueError naming what is missing, damaged or different.
+        """
+        ring = Ring(self._row_spec.columns, self._ring.num_envs, self._ring.capacity)
+        chunks, state = persist.load(self._marks(), name, ring, self._spec())
+        episodes = windows.Episodes(ring.num_envs, ring.capacity, windows.min_rows(self._window_spec))
+        for env in range(ring.num_envs):
+            episodes.rebuild(env, int(ring.tail[env]), ring.held("is_first", env), ring.held("is_last", env))
+        self._ring, self._chunks, self._episodes = ring, chunks, episodes
+        self._counters = state["counters"]
+        self._rng.bit_generator.state = state["generator"]
+
+    def forget(self, name: str) -> None:
+        """Drops a mark and the files that no other mark needs. Raises FileNotFoundError for an unknown mark."""
+        persist.forget(self._marks(), name)
+
+    def _marks(self) -> Path:
+        if self._directory is None:
+            raise ValueError("this replay was made without a directory, so it keeps no marks; give Store a directory")
+        return self._directory
+
+    def _spec(self) -> dict[str, Any]:
+        """What must be equal where a mark is restored."""
+        return {
+            "num_envs": self._ring.num_envs,
+            "capacity": self._ring.capacity,
+            "chunk_rows": CHUNK_ROWS,
+            "generator": type(self._rng.bit_generator).__name__,
+            **{f"row.{k}": v for k, v in asdict(self._row_spec).items()},
+            **{f"window.{k}": v for k, v in asdict(self._window_spec).items()},
+        }
 
 
 def _columns(rows: Rows) -> dict[str, np.ndarray]:
