@@ -34,6 +34,10 @@ class EnvError(RuntimeError):
     """An environment raised, or gave something that must not reach replay. The message names it and the step."""
 
 
+class UnknownEnv(EnvError):
+    """A backend has no environment of this name; the registry adds the near ones."""
+
+
 class BatchedEnv(Protocol):
     """E environments in lockstep."""
 
@@ -42,7 +46,7 @@ class BatchedEnv(Protocol):
     bounds: tuple[np.ndarray, np.ndarray] | None
     """The environment's own (low, high) per action element, to which [-1, 1] is mapped; None for integer actions."""
     active: int | None
-    """The environment being stepped right now, for a watchdog to name; None between ticks and where all step at once."""
+    """The environment being stepped right now, for a watchdog to name; None between ticks or where all step at once."""
 
     def reset(self) -> Step:
         """Starts a new episode in every environment: rows with is_first."""

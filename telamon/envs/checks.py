@@ -39,7 +39,9 @@ def obs_dtype(declared: Any, key: str) -> str:
 def box_action(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray]]:
     """A continuous action's spec, and its bounds as float64. Raises EnvError for a Box that [-1, 1] cannot map to."""
     if np.dtype(dtype).kind != "f":
-        raise EnvError(f"the action is a Box of {np.dtype(dtype)}; declare integer actions as Discrete or MultiDiscrete")
+        raise EnvError(
+            f"the action is a Box of {np.dtype(dtype)}; declare integer actions as Discrete or MultiDiscrete"
+        )
     low, high = np.asarray(low, np.float64), np.asarray(high, np.float64)
     if low.size == 0:
         raise EnvError(f"the action is an empty Box of shape {low.shape}: there is nothing to control")
@@ -143,7 +145,7 @@ class Guard:
         self._in_a_row = np.zeros(num_envs, np.int64)
 
     def fault(self, index: int, step: int, what: str, cause: Exception | None) -> int:
-        """Names a fault at `step` of the episode. Raises EnvError, or logs it and returns the number of this rebuild."""
+        """Names a fault at `step` of the episode. Raises EnvError, or logs it and returns this rebuild's number."""
         where = f"environment {index} ({self._spec.id}): {what} at step {step} of its episode"
         if self._on_error == "stop":
             raise EnvError(f"{where}; env.on_error=rebuild would abandon the episode and go on") from cause

@@ -14,14 +14,19 @@ from typing import Any, Literal
 import numpy as np
 
 from telamon.data import ActionSpec, ArraySpec, EnvSpec
-from telamon.envs.base import OnError
+from telamon.envs.base import OnError, UnknownEnv
 from telamon.envs.checks import box_action
 from telamon.envs.host import HostEnvs, Transition
 
 NAMES = ("continuous", "discrete")
+"""By kind of action."""
 
 EPISODES_PER_REBUILD = 1000
 """A rebuilt environment numbers its episodes from here on, so that no position occurs twice."""
+
+
+def task_names() -> list[str]:
+    return list(NAMES)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def make(
     action_size, classes: elements of the action, and classes of each (`discrete` only).
     """
     if name not in NAMES:
-        raise KeyError(name)
+        raise UnknownEnv(name)
     del seed
     repeat = 1 if action_repeat is None else action_repeat
     if name == "continuous":

@@ -13,7 +13,7 @@ import mujoco
 import numpy as np
 
 from telamon.data import ArraySpec, EnvSpec
-from telamon.envs.base import OnError
+from telamon.envs.base import OnError, UnknownEnv
 from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
 from telamon.envs.host import HostEnvs, Transition
 
@@ -60,16 +60,18 @@ def task_names() -> list[str]:
 def make(
     name: str, num_envs: int, seed: int, *, action_repeat: int | None = None, on_error: OnError = "stop", **kwargs: Any
 ) -> HostEnvs:
-    """A batch of one suite task. `kwargs` are the task's own (`time_limit`, ...). Raises KeyError for an unknown task."""
+    """A batch of one suite task. `kwargs` are the task's own (`time_limit`, ...). Raises UnknownEnv."""
     domain, _, task = name.partition("-")
     domain, task = _DOMAINS.get(domain, domain), task.replace("-", "_")
     if (domain, task) not in suite.ALL_TASKS:
-        raise KeyError(name)
+        raise UnknownEnv(name)
     repeat = ACTION_REPEAT if action_repeat is None else action_repeat
 
     def load(index: int, rebuild: int) -> DMControl:
         random = env_seed(seed, index, rebuild)
-        return DMControl(suite.load(domain, task, {**kwargs, "random": random}), camera=2 if domain == "quadruped" else 0)
+        return DMControl(
+            suite.load(domain, task, {**kwargs, "random": random}), camera=2 if domain == "quadruped" else 0
+        )
 
     probe = suite.load(domain, task, {**kwargs, "random": 0})
     limit, action = probe._step_limit, probe.action_spec()  # the limit has no public name
@@ -111,13 +113,15 @@ class DMControl:
         return {n: v for n in names if isinstance(v := getattr(model, n), np.ndarray)}
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """MuJoCo's integration state, the model arrays that the task changed, the step count and the task's generator."""
+        """MuJoCo's integration state, the model arrays the task changed, the step count and the task's generator."""
         physics = self._env.physics
         random = self._env.task.random.get_state(legacy=False)
         return {
             "physics": physics.get_state(sig=_STATE),
             "steps": np.array([self._env._step_count, self._env._reset_next_step]),
-            "random": np.append(random["state"]["key"], [random["state"]["pos"], random["has_gauss"]]).astype(np.uint32),
+            "random": np.append(random["state"]["key"], [random["state"]["pos"], random["has_gauss"]]).astype(
+                np.uint32
+            ),
             "gauss": np.array(random["gauss"]),
             **{f"model/{k}": v.copy() for k, v in self._model().items() if not np.array_equal(v, self._pristine[k])},
         }

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from telamon.envs.base import BatchedEnv, EnvError, OnError
+from telamon.envs.base import BatchedEnv, EnvError, OnError, UnknownEnv
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,17 @@ class Backend:
     """A module with `make(name, num_envs, seed, *, action_repeat, on_error, **kwargs)` and `task_names()`."""
 
     module: str
-    library: str | None
-    """The top-level package that the module needs; None for none."""
     extra: str | None
-    """The pip extra that installs it."""
+    """The pip extra that installs the library it needs; None for none."""
     example: str
-
-    @property
-    def installed(self) -> bool:
-        return self.library is None or importlib.util.find_spec(self.library) is not None
 
 
 BACKENDS = {
-    "dmc": Backend("telamon.envs.dmc", "dm_control", "dmc", "dmc:cartpole-swingup"),
-    "gym": Backend("telamon.envs.gym", "gymnasium", "gym", "gym:Pendulum-v1"),
-    "gymnax": Backend("telamon.envs.jax", "gymnax", "jaxenvs", "gymnax:Pendulum-v1"),
-    "envpool": Backend("telamon.envs.envpool", "envpool", "envpool", "envpool:CartpoleSwingup-v1"),
-    "counting": Backend("telamon.envs.counting", None, None, "counting:continuous"),
+    "dmc": Backend("telamon.envs.dmc", "dmc", "dmc:cartpole-swingup"),
+    "gym": Backend("telamon.envs.gym", "gym", "gym:Pendulum-v1"),
+    "gymnax": Backend("telamon.envs.jax", "jaxenvs", "gymnax:Pendulum-v1"),
+    "envpool": Backend("telamon.envs.envpool", "envpool", "envpool:CartpoleSwingup-v1"),
+    "counting": Backend("telamon.envs.counting", None, "counting:continuous"),
 }
 
 
@@ -62,23 +56,105 @@ def make_env(
     for name, value, low in (("num_envs", num_envs, 1), ("seed", seed, 0), ("env.action_repeat", action_repeat, 1)):
         if value is not None and value < low:
             raise ValueError(f"{name} is {value}; it must be at least {low}")
-    prefix, colon, name = env_id.partition(":")
+    prefix, _, name = env_id.partition(":")
+    options = {"action_repeat": action_repeat, "on_error": on_error, **kwargs}
     try:
         if prefix in BACKENDS:
-            module = _load(BACKENDS[prefix])
-            try:
-                return module.make(
-                    name, num_envs, seed, action_repeat=action_repeat, on_error=on_error, **kwargs
-                )
-            except KeyError as error:
-                raise EnvError(_unknown(env_id)) from error
-        if not colon:
-            raise EnvError(_unknown(env_id))
-        factory = _find(env_id)
-        gym = _load(BACKENDS["gym"])
-        return gym.make_own(
-            factory, env_id, num_envs, seed, action_repeat=action_repeat, on_error=on_error, **kwargs
-        )
+            return load(prefix).make(name, num_envs, seed, **options)
+        factory = find_callable(env_id)
+        return load("gym").make_own(factory, env_id, num_envs, seed, **options)
+    except UnknownEnv as error:
+        raise EnvError(_unknown(env_id)) from error
     except EnvError as error:
-        message = str(error)
-        raise EnvError(message if env_id in message else f"{env_id}: {message}") from error
+        if env_id in str(error):
+            raise
+        raise EnvError(f"{env_id}: {error}") from error
+
+
+def load(prefix: str) -> ModuleType:
+    """The module of a backend. Raises EnvError naming the pip extra where its library is missing."""
+    backend = BACKENDS[prefix]
+    try:
+        return importlib.import_module(backend.module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("telamon"):
+            raise
+        raise EnvError(
+            f"'{prefix}:' environments need the package {error.name}, which is not installed; "
+            f"run: pip install 'telamon[{backend.extra}]'"
+        ) from error
+
+
+def find_callable(env_id: str) -> Callable[..., Any]:
+    """The callable that PACKAGE.MODULE:CALLABLE or PATH.py:CALLABLE names. Raises EnvError; UnknownEnv for neither.
+
+    Modules are looked for in the working directory too, as `python -m` does.
+    """
+    target, _, attribute = env_id.rpartition(":")
+    is_path = target.endswith(".py")
+    if not attribute or not (is_path or all(part.isidentifier() for part in target.split("."))):
+        raise UnknownEnv(env_id)
+    module = _import_file(Path(target)) if is_path else _import_module(target, env_id)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise EnvError(f"{target} has no callable {attribute!r}; write a function that returns a gymnasium.Env")
+    return factory
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise EnvError(f"there is no file {path} in {Path.cwd()}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up while they are made
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str, env_id: str) -> ModuleType:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise EnvError(f"{name} imports {error.name}, which is not installed") from error
+        raise UnknownEnv(env_id) from error
+
+
+def _unknown(env_id: str) -> str:
+    """One sentence with near names for an id that names nothing."""
+    prefix, colon, name = env_id.partition(":")
+    if prefix in BACKENDS:
+        near = [f"{prefix}:{n}" for n in difflib.get_close_matches(name, load(prefix).task_names(), 3, 0.5)]
+        told = f"there is no environment {env_id!r}"
+    else:
+        wanted = name if colon else prefix
+        near = [i for row in list_envs() for i in row.ids if i.partition(":")[2] == wanted]
+        near = near or [backend.example for backend in BACKENDS.values()]
+        told = f"{env_id!r} is neither BACKEND:NAME nor an importable PACKAGE.MODULE:CALLABLE"
+    return f"{told}; " + (f"did you mean {', '.join(near)}?" if near else f"`telamon envs {prefix}` lists them")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One backend, for `telamon envs`."""
+
+    prefix: str
+    missing: str | None
+    """What to do where the backend's library is not installed; None where it is."""
+    example: str
+    ids: tuple[str, ...]
+    """Every id of the backend that can be listed; empty where the library is missing."""
+
+
+def list_envs() -> list[Listing]:
+    """All backends and their environments. Loads every installed environment library."""
+    rows = []
+    for prefix, backend in BACKENDS.items():
+        try:
+            ids, missing = tuple(f"{prefix}:{n}" for n in load(prefix).task_names()), None
+        except EnvError as error:
+            ids, missing = (), str(error)
+        rows.append(Listing(prefix, missing, backend.example, ids))
+    return rows
