@@ -69,11 +69,11 @@ def make(
 
     def load(index: int, rebuild: int) -> DMControl:
         random = env_seed(seed, index, rebuild)
-        return DMControl(
-            suite.load(domain, task, {**kwargs, "random": random}), camera=2 if domain == "quadruped" else 0
-        )
+        env = suite.load(domain, task, {**kwargs, "random": random})
+        return DMControl(env, reference, camera=2 if domain == "quadruped" else 0)
 
     probe = suite.load(domain, task, {**kwargs, "random": 0})
+    reference = {k: v.copy() for k, v in model_arrays(probe).items()}
     limit, action = probe._step_limit, probe.action_spec()  # the limit has no public name
     action_spec, bounds = box_action(
         np.broadcast_to(action.minimum, action.shape), np.broadcast_to(action.maximum, action.shape), action.dtype
@@ -88,16 +88,26 @@ def make(
     return HostEnvs(spec, load, num_envs, on_error, bounds)
 
 
-class DMControl:
-    """One dm_control environment (`OneEnv`)."""
+def model_arrays(env: Any) -> dict[str, np.ndarray]:
+    """The arrays of an environment's MuJoCo model (views), large assets left out."""
+    model = env.physics.model.ptr
+    names = (n for n in dir(model) if not n.startswith(("_", *_ASSETS)))
+    return {n: v for n in names if isinstance(v := getattr(model, n), np.ndarray)}
 
-    def __init__(self, env: Any, camera: int) -> None:
+
+class DMControl:
+    """One dm_control environment (`OneEnv`).
+
+    reference: a model's arrays as the suite loads them, relative to which a state holds this one's. Tasks draw targets,
+    terrain and constants into the *model*, which MuJoCo's own state leaves out.
+    """
+
+    def __init__(self, env: Any, reference: Mapping[str, np.ndarray], camera: int) -> None:
         self._env = env
         self._camera = camera
         action = env.action_spec()
         self._low, self._high = action.minimum, action.maximum
-        # Tasks draw targets and terrain into the *model*, which MuJoCo's state does not hold.
-        self._pristine = {k: v.copy() for k, v in self._model().items()}
+        self._reference = reference
 
     def reset(self) -> Mapping[str, Any]:
         return self._env.reset().observation
@@ -106,15 +116,10 @@ class DMControl:
         step = self._env.step(to_bounds(action, self._low, self._high))
         return Transition(step.observation, step.reward, step.last(), step.last() and step.discount == 0)
 
-    def _model(self) -> dict[str, np.ndarray]:
-        """The model's arrays (views), large assets left out."""
-        model = self._env.physics.model.ptr
-        names = (n for n in dir(model) if not n.startswith(("_", *_ASSETS)))
-        return {n: v for n in names if isinstance(v := getattr(model, n), np.ndarray)}
-
     def get_state(self) -> dict[str, np.ndarray]:
         """MuJoCo's integration state, the model arrays the task changed, the step count and the task's generator."""
         physics = self._env.physics
+        model = model_arrays(self._env)
         random = self._env.task.random.get_state(legacy=False)
         return {
             "physics": physics.get_state(sig=_STATE),
@@ -123,13 +128,13 @@ class DMControl:
                 np.uint32
             ),
             "gauss": np.array(random["gauss"]),
-            **{f"model/{k}": v.copy() for k, v in self._model().items() if not np.array_equal(v, self._pristine[k])},
+            **{f"model/{k}": v.copy() for k, v in model.items() if not np.array_equal(v, self._reference[k])},
         }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         self._env.reset()  # some tasks set their own attributes here
-        for name, array in self._model().items():
-            array[...] = state.get(f"model/{name}", self._pristine[name])
+        for name, array in model_arrays(self._env).items():
+            array[...] = state.get(f"model/{name}", self._reference[name])
         physics = self._env.physics
         physics.set_state(state["physics"], sig=_STATE)
         # Recomputes what follows from the state (or the next step diverges); it also replaces the solver's warm start,
