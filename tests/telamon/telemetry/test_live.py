@@ -1,0 +1,163 @@
+"""The terminal view, in both of its forms, with the clock in the test's hand."""
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from telamon.telemetry.live import LINE_SECONDS, PANEL_SECONDS, RATE_SECONDS, LiveView, Rate
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def plain_view(clock, total=1000):
+    out = io.StringIO()
+    return LiveView("tdmpc2 on task", total, Console(file=out, width=40), clock), out
+
+
+def panel_view(clock):
+    out = Terminal()
+    return LiveView("tdmpc2 on task", 1000, Console(file=out, force_terminal=True, width=100), clock), out
+
+
+def test_lines_carry_every_fact(clock):
+    view, out = plain_view(clock)
+    with view:
+        clock.now += LINE_SECONDS
+        view.update(env_steps=0, updates=0)
+        clock.now += 60
+        metrics = {"train/return": 50.0, "eval/return": 70.0, "loss/value_loss": 0.1234, "time/env_steps_per_s": 5.0}
+        view.update(env_steps=600, updates=300, metrics=metrics)
+        view.update(metrics={"train/return": 40.0})
+        clock.now += LINE_SECONDS
+        view.update(env_steps=750, updates=375)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "tdmpc2 on task: 1,000 env steps"
+    assert lines[1] == "0/1,000 env steps (0%) | time: 0:00:15 elapsed | updates: 0"
+    assert lines[2] == (
+        "600/1,000 env steps (60%) | time: 0:01:15 elapsed  0:00:40 left | speed: 10.0 env steps/s  5.0 updates/s"
+        " | updates: 300 | return: 50.0 last  50.0 best | eval: 70.0 last  70.0 best | loss: value 0.123"
+    )
+    assert "750/1,000 env steps (75%)" in lines[3]
+    assert "return: 40.0 last  50.0 best" in lines[3]
+    assert len(lines) == 5  # the last one on leaving, then nothing
+    assert "\x1b" not in out.getvalue()
+
+
+def test_lines_come_no_faster_than_their_interval(clock):
+    view, out = plain_view(clock)
+    with view:
+        for step in range(1000):
+            clock.now += LINE_SECONDS / 100
+            view.update(env_steps=step)
+    assert 10 <= len(out.getvalue().splitlines()) - 2 <= 11
+
+
+def test_a_new_status_shows_at_once_and_once(clock):
+    view, out = plain_view(clock)
+    with view:
+        view.update(status="compiling update")
+        view.update(status="compiling update")
+        assert out.getvalue().count("now: compiling update") == 1
+        view.update(status="")
+        assert "now:" not in out.getvalue().splitlines()[-1]
+
+
+def test_a_forced_colour_log_file_still_gets_lines(clock, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    view, out = plain_view(clock)
+    with view:
+        view.update(env_steps=10, status="evaluating")
+    assert "\x1b[?25l" not in out.getvalue()
+    assert "now: evaluating" in out.getvalue()
+
+
+def test_panel_redraws_in_place_and_gives_the_cursor_back(clock):
+    view, out = panel_view(clock)
+    with view:
+        clock.now += 10
+        view.update(env_steps=500, updates=250, metrics={"eval/return": 123.4, "loss/total_loss": 1.0})
+        first = out.getvalue()
+        view.update(env_steps=501)
+        assert out.getvalue() == first
+        clock.now += PANEL_SECONDS
+        view.update(env_steps=502)
+        assert "502 / 1,000 env steps" in out.getvalue()
+    text = out.getvalue()
+    assert "tdmpc2 on task" in text
+    assert "123.4 last  123.4 best" in text
+    assert "\x1b[1A" in text  # moves up to draw over itself
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_time_left_waits_for_updates(clock):
+    """Random actions are fast; a promise made from them would be far too early."""
+    view, out = plain_view(clock)
+    with view:
+        clock.now += LINE_SECONDS
+        view.update(env_steps=0)
+        clock.now += LINE_SECONDS
+        view.update(env_steps=500)
+        assert "speed:" in out.getvalue().splitlines()[-1]
+        assert "left" not in out.getvalue().splitlines()[-1]
+
+
+def test_rate_is_the_mean_over_its_window():
+    rate = Rate()
+    assert rate.add(0, 0.0) != rate.add(0, 0.5)  # NaN: too early
+    assert rate.add(20, 2.0) == 10.0
+    for second in range(3, 3 + int(RATE_SECONDS)):
+        last = rate.add(20 + 5 * (second - 2), float(second))
+    assert last == 5.0  # the faster start has left the window
+
+
+def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import time\n"
+        "from rich.console import Console\n"
+        "from telamon.telemetry.live import LiveView\n"
+        "with LiveView('task', 10, Console()) as view:\n"
+        "    view.update(env_steps=3, status='ready')\n"
+        "    time.sleep(60)\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([sys.executable, str(script)], stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    deadline = time.monotonic() + 30
+    while b"ready" not in seen and time.monotonic() < deadline:
+        seen += os.read(ours, 4096)
+    process.send_signal(signal.SIGINT)
+    try:
+        while chunk := os.read(ours, 4096):
+            seen += chunk
+    except OSError:  # how Linux reports that the other end of a pty is closed
+        pass
+    os.close(ours)
+    assert process.wait(10) != 0
+    assert b"KeyboardInterrupt" in seen
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
