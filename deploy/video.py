@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -14,7 +16,8 @@ def write_video(frames: Iterable[np.ndarray], path: Path, fps: float) -> int:
     """Writes frames, uint8 [height, width, 3] of one size each, to `path` (*.mp4) at `fps`; returns how many.
 
     H.264 needs even sizes: an odd last row or column is doubled. The file appears under its name only when it is
-    whole. Raises ImportError naming the extra to install, ValueError for a frame (or no frame) that cannot be written.
+    whole. Raises ImportError naming the extra to install, ValueError for a frame (or no frame) that cannot be written,
+    OSError with ffmpeg's own words where it fails.
     """
     try:
         import imageio_ffmpeg
@@ -33,19 +36,25 @@ def write_video(frames: Iterable[np.ndarray], path: Path, fps: float) -> int:
     padding = ((0, height % 2), (0, width % 2), (0, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.mp4")
-    sink = imageio_ffmpeg.write_frames(
-        str(part), (width + width % 2, height + height % 2), fps=fps, macro_block_size=1, ffmpeg_log_level="error"
-    )
+    # ffmpeg is run from here because the library's own writer does not look at its exit code: on a full disk it would
+    # call a torn file a video.
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width + width % 2}x{height + height % 2}", "-r", str(fps)]
+    target = ["-c:v", "libx264", "-pix_fmt", "yuv420p", str(part)]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *target]
     count = 0
     try:
-        sink.send(None)
-        for count, frame in enumerate(chain([first], frames), start=1):
-            _check(frame, first.shape, count)
-            sink.send(np.pad(frame, padding, mode="edge"))
-        sink.close()
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as ffmpeg:
+            assert ffmpeg.stdin is not None  # it is a pipe
+            with contextlib.suppress(BrokenPipeError):  # it has stopped early; its exit code says so below
+                for count, frame in enumerate(chain([first], frames), start=1):
+                    _check(frame, first.shape, count)
+                    ffmpeg.stdin.write(np.pad(frame, padding, mode="edge").tobytes())
+            _, complaint = ffmpeg.communicate()
+        if ffmpeg.returncode != 0:
+            reason = complaint.decode(errors="replace").strip() or f"exit code {ffmpeg.returncode}"
+            raise OSError(f"ffmpeg could not write {path}: {reason}")
         os.replace(part, path)
     finally:
-        sink.close()
         part.unlink(missing_ok=True)
     return count
 

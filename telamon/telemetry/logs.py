@@ -38,7 +38,7 @@ def setup_logging(run_dir: Path, level: int = logging.INFO) -> None:
     )
     formatter.converter = time.gmtime
     root = logging.getLogger()
-    handlers = {
+    handlers: dict[str, logging.Handler] = {
         "telamon-file": logging.FileHandler(run_dir / LOG_FILE, encoding="utf-8"),
         "telamon-stderr": _StderrHandler(),
     }

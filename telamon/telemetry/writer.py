@@ -45,9 +45,7 @@ class MetricsWriter:
     cut back to `resume_length`.
     """
 
-    def __init__(
-        self, run_dir: Path, resume_length: int | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, run_dir: Path, resume_length: int | None = None, clock: Callable[[], float] = time.time) -> None:
         path = run_dir / METRICS_FILE
         self._file = _create(path) if resume_length is None else _cut_back(path, resume_length)
         self._clock = clock
