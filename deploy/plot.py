@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
+from deploy.config import RunConfig, differing_keys, load
 from deploy.curves import Curve, align, published
 from telamon.telemetry.writer import read_metrics, series
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 OTHER = {"eval/return": "train/return", "train/return": "eval/return"}
 """What is drawn faintly behind each metric."""
 NAMES = {"eval/return": "evaluation", "train/return": "training episodes"}
-SEED_KEYS = ("seed", "run_dir")
-"""Config keys in which the seeds of one experiment differ."""
 AXES_INCHES = (8.0, 5.5)
 
 
@@ -31,10 +29,7 @@ class Run:
     """What a plot needs of a run directory."""
 
     path: Path
-    agent: str
-    env: str
-    settings: dict[str, Any]
-    """The config without `SEED_KEYS`: runs that agree in it are seeds of one experiment."""
+    config: RunConfig
     rows: list[dict[str, float]]
 
     def has(self, metric: str) -> bool:
@@ -44,7 +39,7 @@ class Run:
 def plot_runs(run_dirs: Sequence[Path], out: Path, reference: str | None = None) -> None:
     """Writes a picture of the runs' returns against environment steps to `out` (*.png).
 
-    One pair of axes per environment. Runs that differ only in their seed become one curve: mean, and a band from the
+    One pair of axes per task. Runs that differ only in their seed become one curve: mean, and a band from the
     lowest to the highest. `reference` (see deploy.curves) draws the published curve underneath; the metric that it was
     measured with is then the one in front. Raises ImportError naming the extra to install, FileNotFoundError or
     ValueError in one sentence for a directory without a run or metrics, and for what the reference does not have.
@@ -57,15 +52,7 @@ def plot_runs(run_dirs: Sequence[Path], out: Path, reference: str | None = None)
 
 def read_run(run_dir: Path) -> Run:
     """Reads config.yaml and metrics.jsonl of a run. Raises as `plot_runs` does."""
-    config_path = run_dir / "config.yaml"
-    if not config_path.is_file():
-        raise FileNotFoundError(f"{run_dir} holds no config.yaml; it is not a run directory")
-    config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    for key in ("agent", "env"):
-        if key not in config:
-            raise ValueError(f"{config_path} names no {key}; it is not the config of a run")
-    settings = {k: v for k, v in config.items() if k not in SEED_KEYS}
-    run = Run(run_dir, config["agent"], config["env"], settings, read_metrics(run_dir))
+    run = Run(run_dir, load(run_dir), read_metrics(run_dir))
     if not any(run.has(metric) for metric in NAMES):
         raise ValueError(f"{run_dir} has logged no return yet ({' or '.join(NAMES)}); plot it after its first episode")
     return run
@@ -79,18 +66,20 @@ def draw(runs: Sequence[Run], reference: str | None) -> Figure:
         raise ImportError("a plot needs matplotlib; install it with: pip install 'telamon[plot]'") from e
     if not runs:
         raise ValueError("there is no run to plot; name at least one run directory")
-    envs = list(dict.fromkeys(run.env for run in runs))
-    columns = math.ceil(math.sqrt(len(envs)))
-    lines = math.ceil(len(envs) / columns)
+    tasks = list(dict.fromkeys(run.config.task for run in runs))
+    columns = math.ceil(math.sqrt(len(tasks)))
+    lines = math.ceil(len(tasks) / columns)
     # A figure of its own draws with Agg when saved and leaves pyplot's global state alone.
     figure = Figure(figsize=(AXES_INCHES[0] * columns, AXES_INCHES[1] * lines), layout="constrained")
-    for number, env in enumerate(envs, start=1):
-        curve = published(reference, env) if reference is not None else None
-        _draw_env(figure.add_subplot(lines, columns, number), env, [run for run in runs if run.env == env], curve)
+    for number, task in enumerate(tasks, start=1):
+        curve = published(reference, task) if reference is not None else None
+        _draw_task(
+            figure.add_subplot(lines, columns, number), task, [run for run in runs if run.config.task == task], curve
+        )
     return figure
 
 
-def _draw_env(axes: Axes, env: str, runs: Sequence[Run], curve: Curve | None) -> None:
+def _draw_task(axes: Axes, task: str, runs: Sequence[Run], curve: Curve | None) -> None:
     from matplotlib.ticker import EngFormatter
 
     if curve is not None:
@@ -99,19 +88,21 @@ def _draw_env(axes: Axes, env: str, runs: Sequence[Run], curve: Curve | None) ->
             if not run.has(metric):
                 raise ValueError(
                     f"{run.path} holds no {metric}, which the curve of {curve.label} measures; "
-                    "plot it without a reference or after its first one"
+                    "plot it without a reference, or later"
                 )
     else:
         metric = next(m for m in NAMES if any(run.has(m) for run in runs))
     right = max(int(row["step"]) for run in runs for row in run.rows if metric in row or OTHER[metric] in row)
+    right = max(right, 1)  # an axis needs an extent when the untrained agent's evaluation is all there is
     if curve is not None:
         right = _draw_published(axes, curve, right)
     groups = _experiments(runs)
     for number, group in enumerate(groups):
-        who = group[0].agent if len(groups) == 1 else f"{group[0].agent} ({', '.join(r.path.name for r in group)})"
+        names = "" if len(groups) == 1 else f" ({', '.join(run.path.name for run in group)})"
+        who = group[0].config.algorithm + names
         _draw_experiment(axes, group, metric, f"C{number}", who)
     axes.set_xlim(0, right)
-    axes.set_title(f"{' and '.join(dict.fromkeys(run.agent for run in runs))} on {env}")
+    axes.set_title(f"{' and '.join(dict.fromkeys(run.config.algorithm for run in runs))} on {task}")
     axes.set_xlabel("environment steps")
     axes.set_ylabel("return per episode")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -120,14 +111,15 @@ def _draw_env(axes: Axes, env: str, runs: Sequence[Run], curve: Curve | None) ->
 
 
 def _experiments(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs grouped into seeds of one experiment, in the order given."""
+    """Runs grouped into seeds of one experiment, in the order given: nothing else that counts differs."""
     groups: list[list[Run]] = []
     for run in runs:
-        group = next((g for g in groups if g[0].settings == run.settings), None)
-        if group is None:
-            groups.append([run])
+        for group in groups:
+            if not differing_keys(replace(run.config, seed=group[0].config.seed), group[0].config):
+                group.append(run)
+                break
         else:
-            group.append(run)
+            groups.append([run])
     return groups
 
 

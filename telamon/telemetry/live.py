@@ -7,6 +7,7 @@ loop's back, so a long compilation shows the status that was set before it.
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -155,7 +156,8 @@ class LiveView:
     ) -> None:
         """Takes what is new (None: unchanged) and draws if it is time, or at once for a new `status`.
 
-        metrics: as given to the metrics writer; returns and `loss/` values are shown. An empty `status` clears it.
+        metrics: as given to the metrics writer; returns and `loss/` values are shown. An empty `status` clears it; one
+            that differs from the last in its numbers alone is not new.
         """
         p = self._progress
         p.env_steps = p.env_steps if env_steps is None else env_steps
@@ -164,9 +166,8 @@ class LiveView:
             p.metrics[key] = value
             if key in RETURNS.values():
                 p.best[key] = max(p.best.get(key, -math.inf), value)
-        news = status is not None and status != p.status
-        if status is not None:
-            p.status = status
+        news = status is not None and _words(status) != _words(p.status)
+        p.status = p.status if status is None else status
         if news or self._clock() - self._drawn >= self._interval:
             self._draw()
 
@@ -199,6 +200,10 @@ class LiveView:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _words(status: str) -> str:
+    return re.sub(r"[\d.,]+", "", status)
 
 
 def _percent(progress: Progress) -> str:

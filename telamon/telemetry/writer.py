@@ -152,8 +152,11 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _cut_back(path: Path, length: int) -> BinaryIO:
-    """Opens `path` for appending after its first `length` bytes, which must end with a whole line."""
-    file = path.open("r+b")
+    """Opens `path` for appending after its first `length` bytes, which must end with a whole line.
+
+    A run may have died before it wrote the file that its resumption cuts back to nothing.
+    """
+    file = path.open("r+b" if length else "wb")
     try:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, length - 1))

@@ -85,6 +85,17 @@ def test_a_new_status_shows_at_once_and_once(clock):
         assert "now:" not in out.getvalue().splitlines()[-1]
 
 
+def test_a_count_in_the_status_does_not_make_it_new(clock):
+    view, out = plain_view(clock)
+    with view:
+        for due in range(2500, 0, -1):
+            view.update(status=f"{due:,} updates due")
+        assert out.getvalue().count("updates due") == 1
+        clock.now += LINE_SECONDS
+        view.update(status="7 updates due")
+        assert out.getvalue().splitlines()[-1].endswith("now: 7 updates due")
+
+
 def test_a_forced_colour_log_file_still_gets_lines(clock, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     view, out = plain_view(clock)

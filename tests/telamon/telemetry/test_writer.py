@@ -105,6 +105,12 @@ def test_resume_before_the_first_line_starts_over(tmp_path):
     assert shown(tmp_path) == {"train/return": [(500, 5.0)]}
 
 
+def test_resume_of_a_run_that_died_before_it_opened_the_file(tmp_path):
+    with MetricsWriter(tmp_path, resume_length=0) as writer:
+        writer.write(500, {"train/return": 5.0})
+    assert read_metrics(tmp_path) == [{"step": 500, "train/return": 5.0}]
+
+
 def test_length_means_on_disk(tmp_path):
     """A checkpoint names the length, so what it counts must outlive a kill, TensorBoard's copy included."""
     writer = MetricsWriter(tmp_path)
