@@ -29,6 +29,7 @@ test-slow: .venv/test.stamp
 
 lint: .venv/test.stamp
 	.venv/bin/ruff check
+	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
 

@@ -1,4 +1,4 @@
-"""What each part loads (docs/design.md, "Who may import whom"). import-linter sees our imports; these see theirs too."""
+"""What each part loads (docs/design.md, "Who may import whom"). Import-linter sees our imports, these tests all."""
 
 from __future__ import annotations
 
