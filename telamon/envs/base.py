@@ -18,6 +18,10 @@ OnError = Literal["stop", "rebuild"]
 """What a broken environment costs: the run, or its episode (it is rebuilt and its row is a new is_first row)."""
 
 
+DM_CONTROL_REPEAT = 2
+"""The usual action repeat of dm_control tasks, whoever steps them (TD-MPC2's); everything else has 1."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What E environments gave at one tick: a row without its action. Arrays are [E, ...]."""

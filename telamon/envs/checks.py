@@ -61,7 +61,7 @@ def _span(low: np.ndarray, high: np.ndarray) -> str:
     return f"shape {low.shape}, low {low.min():g}, high {high.max():g}"
 
 
-def to_bounds(action: Any, low: np.ndarray, high: np.ndarray) -> Any:
+def to_bounds(action: Any, low: Any, high: Any) -> Any:
     """Maps agent units to the environment's: [-1, 1] -> [low, high], clipped before and after. numpy or JAX arrays.
 
     Exact where the bounds are [-1, 1]: the midpoint is 0 and the half-range 1.

@@ -26,6 +26,7 @@ EPISODES_PER_REBUILD = 1000
 
 
 def task_names() -> list[str]:
+    """The two kinds."""
     return list(NAMES)
 
 

@@ -13,12 +13,9 @@ import mujoco
 import numpy as np
 
 from telamon.data import ArraySpec, EnvSpec
-from telamon.envs.base import OnError, UnknownEnv
+from telamon.envs.base import DM_CONTROL_REPEAT, OnError, UnknownEnv
 from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
 from telamon.envs.host import HostEnvs, Transition
-
-ACTION_REPEAT = 2
-"""TD-MPC2's, for every task of the suite."""
 
 RENDER_SIZE = 384
 """Pixels per side, as in TD-MPC2's videos."""
@@ -65,7 +62,7 @@ def make(
     domain, task = _DOMAINS.get(domain, domain), task.replace("-", "_")
     if (domain, task) not in suite.ALL_TASKS:
         raise UnknownEnv(name)
-    repeat = ACTION_REPEAT if action_repeat is None else action_repeat
+    repeat = DM_CONTROL_REPEAT if action_repeat is None else action_repeat
 
     def load(index: int, rebuild: int) -> DMControl:
         random = env_seed(seed, index, rebuild)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from telamon.data import EnvSpec
-from telamon.envs.base import OnError, Step
+from telamon.envs.base import EnvError, OnError, Step
 from telamon.envs.checks import (
     Guard,
     blank,
@@ -57,7 +57,8 @@ Fault = tuple[str, Exception | None]
 
 
 def _named(error: Exception) -> Fault:
-    return f"{type(error).__name__}: {error}", error
+    # An adapter's own EnvError is already a plain sentence.
+    return str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}", error
 
 
 class HostEnvs:
@@ -118,7 +119,7 @@ class HostEnvs:
                     reward += r
                     if last:
                         break
-        except Exception as error:  # whatever a user's environment raises: it is named, chained and settled
+        except Exception as error:  # noqa: BLE001  # whatever a user's environment raises: it is named, chained and settled
             return _named(error)
         rows.reward[i], rows.is_last[i], rows.is_terminal[i] = reward, last, terminal
         fault = put_obs(rows.obs, i, obs, self.spec)
@@ -133,7 +134,7 @@ class HostEnvs:
             step = 0
             try:
                 self._envs[i] = self._make(i, rebuild)
-            except Exception as error:  # as above: the next rebuild may work, and the guard bounds their number
+            except Exception as error:  # noqa: BLE001  # as above: the next rebuild may work, and the guard bounds their number
                 fault = _named(error)
                 continue
             fault = self._attempt(i, None, rows)
@@ -143,7 +144,7 @@ class HostEnvs:
     def _close(self, i: int) -> None:
         try:
             self._envs[i].close()
-        except Exception as error:  # a broken environment may be unable to close: it is being thrown away
+        except Exception as error:  # noqa: BLE001  # a broken environment may be unable to close: it is being thrown away
             log.warning("env_close_failed env=%d id=%s reason=%r", i, self.spec.id, str(error))
 
     def get_state(self) -> dict[str, np.ndarray] | None:

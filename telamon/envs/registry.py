@@ -102,11 +102,12 @@ def find_callable(env_id: str) -> Callable[..., Any]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_env_file_{path.stem}"  # not the stem alone: a file may be called like a module that is in use
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise EnvError(f"there is no file {path} in {Path.cwd()}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up while they are made
+    sys.modules[name] = module  # dataclasses look their module up while they are made
     spec.loader.exec_module(module)
     return module
 
@@ -126,14 +127,14 @@ def _unknown(env_id: str) -> str:
     """One sentence with near names for an id that names nothing."""
     prefix, colon, name = env_id.partition(":")
     if prefix in BACKENDS:
-        near = [f"{prefix}:{n}" for n in difflib.get_close_matches(name, load(prefix).task_names(), 3, 0.5)]
+        names = {n.lower(): n for n in load(prefix).task_names()}
+        near = [f"{prefix}:{names[n]}" for n in difflib.get_close_matches(name.lower(), names, 3, 0.5)]
         told = f"there is no environment {env_id!r}"
     else:
         wanted = name if colon else prefix
         near = [i for row in list_envs() for i in row.ids if i.partition(":")[2] == wanted]
-        near = near or [backend.example for backend in BACKENDS.values()]
         told = f"{env_id!r} is neither BACKEND:NAME nor an importable PACKAGE.MODULE:CALLABLE"
-    return f"{told}; " + (f"did you mean {', '.join(near)}?" if near else f"`telamon envs {prefix}` lists them")
+    return f"{told}; " + (f"did you mean {', '.join(near)}?" if near else "`telamon envs` lists what there is")
 
 
 @dataclass(frozen=True)

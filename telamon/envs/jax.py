@@ -1,0 +1,248 @@
+"""JAX environments, vmapped: `gymnax:Pendulum-v1`.
+
+`JaxEnv.reset` and `JaxEnv.step` are pure functions of one environment, which a jitted unroll may vmap and scan;
+`JaxEnvs` drives them from the host, with one exchange of arrays per tick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnax.environments import spaces
+from gymnax.environments.environment import Environment
+
+from telamon.data import ActionSpec, ArraySpec, EnvSpec
+from telamon.envs.base import EnvError, OnError, Step, UnknownEnv
+from telamon.envs.checks import (
+    Guard,
+    box_action,
+    check_action,
+    nonfinite,
+    obs_dtype,
+    step_from_arrays,
+    step_to_arrays,
+    to_bounds,
+)
+from telamon.keys import Stream, stream
+
+BARE_KEY = "obs"
+"""The key of an observation that is not a dict."""
+
+
+def task_names() -> list[str]:
+    """All ids registered with gymnax."""
+    return list(gymnax.registered_envs)
+
+
+class Row(NamedTuple):
+    """A `Step` as a pytree, of one environment (without the axis E) or of a batch."""
+
+    obs: dict[str, jax.Array]
+    reward: jax.Array
+    is_first: jax.Array
+    is_last: jax.Array
+    is_terminal: jax.Array
+
+
+class State(NamedTuple):
+    """One environment between two ticks."""
+
+    inner: Any
+    """The environment's own state, of strong types: a weak one would make a jitted step compile twice."""
+    last: jax.Array
+    """bool []: whether the next tick is a reset tick."""
+
+
+@dataclass(frozen=True)
+class JaxEnv:
+    """One gymnax environment as pure functions. Keys are consumed; actions are in agent units."""
+
+    spec: EnvSpec
+    bounds: tuple[np.ndarray, np.ndarray] | None
+    env: Any
+    params: Any
+
+    def reset(self, key: jax.Array) -> tuple[State, Row]:
+        """Starts an episode: its is_first row."""
+        obs, inner = self.env.reset_env(key, self.params)
+        no, yes = jnp.array(False), jnp.array(True)
+        return State(_strong(inner), no), Row(self._obs(obs), jnp.zeros((), jnp.float32), yes, no, no)
+
+    def step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, Row]:
+        """One agent step, or the reset that is due. `action` is in agent units."""
+        key_step, key_reset = jax.random.split(key)
+        fresh, going = self.reset(key_reset), self._advance(state, action, key_step)
+        return jax.tree.map(lambda a, b: jnp.where(state.last, a, b), fresh, going)
+
+    def _advance(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, Row]:
+        if self.bounds is not None:
+            action = to_bounds(action, *(jnp.asarray(b, jnp.float32) for b in self.bounds))
+        inner, row = state.inner, cast(Row | None, None)
+        for k in jax.random.split(key, self.spec.action_repeat):
+            obs, stepped, reward, terminal, _ = self.env.step_env(k, inner, action, self.params)
+            stepped = _strong(stepped)
+            last = terminal | self.env.is_truncated(stepped, self.params)
+            no = jnp.array(False)
+            new = Row(self._obs(obs), reward.astype(jnp.float32), no, last, terminal)
+            if row is None:
+                inner, row = stepped, new
+            else:  # an episode that has ended keeps its last row
+                new = new._replace(reward=row.reward + new.reward)
+                inner, row = jax.tree.map(partial(jnp.where, row.is_last), (inner, row), (stepped, new))
+        assert row is not None  # action_repeat is at least 1
+        return State(inner, row.is_last), row
+
+    def _obs(self, obs: Any) -> dict[str, jax.Array]:
+        entries = obs if isinstance(obs, Mapping) else {BARE_KEY: obs}
+        return {key: entries[key].astype(array.dtype) for key, array in self.spec.obs}
+
+
+def _strong(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
+
+
+def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> JaxEnv:
+    """One gymnax environment; `kwargs` replace its default parameters. Raises UnknownEnv, EnvError."""
+    if name not in gymnax.registered_envs:
+        raise UnknownEnv(name)
+    if not hasattr(Environment, "is_truncated"):
+        raise EnvError(
+            f"gymnax {gymnax.__version__} reports one 'done' for termination and time limit; install gymnax>=1.0, "
+            "which tells them apart"
+        )
+    env, params = gymnax.make(name)
+    params = params.replace(**kwargs)
+    key = jax.random.key(0)
+    obs, _ = jax.eval_shape(env.reset_env, key, params)
+    entries = obs if isinstance(obs, Mapping) else {BARE_KEY: obs}
+    repeat = 1 if action_repeat is None else action_repeat
+    action_spec, bounds = _action_of(env.action_space(params))
+    spec = EnvSpec(
+        id=f"gymnax:{name}",
+        # gymnax's declared observation spaces are not always those of the arrays, which tracing shows.
+        obs=tuple((k, ArraySpec(v.shape, obs_dtype(v.dtype, k))) for k, v in entries.items()),
+        action=action_spec,
+        episode_length=math.ceil(params.max_steps_in_episode / repeat),
+        action_repeat=repeat,
+    )
+    pure = JaxEnv(spec, bounds, env, params)
+    _check_stable(pure, key)
+    return pure
+
+
+def _action_of(space: Any) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray] | None]:
+    if isinstance(space, spaces.Discrete):
+        return ActionSpec((), (int(space.n),)), None
+    if isinstance(space, spaces.Box):
+        return box_action(
+            np.broadcast_to(space.low, space.shape), np.broadcast_to(space.high, space.shape), space.dtype
+        )
+    raise EnvError(f"the action is a {type(space).__name__} space; give one Box or Discrete space")
+
+
+def _check_stable(pure: JaxEnv, key: jax.Array) -> None:
+    """Refuses a state that changes its types from a reset to a step: nothing could carry it. Raises EnvError."""
+    state, _ = jax.eval_shape(pure.reset, key)
+    action = jax.ShapeDtypeStruct(pure.spec.action.shape, pure.spec.action.array.dtype)
+    stepped, _ = jax.eval_shape(pure._advance, state, action, key)
+    named = jax.tree_util.tree_leaves_with_path(state.inner)
+    for (path, before), after in zip(named, jax.tree.leaves(stepped.inner), strict=True):
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise EnvError(
+                f"the state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} after a reset and "
+                f"{after.dtype}{list(after.shape)} after a step; make them the same"
+            )
+
+
+def make(
+    name: str, num_envs: int, seed: int, *, action_repeat: int | None = None, on_error: OnError = "stop", **kwargs: Any
+) -> JaxEnvs:
+    """A batch of one gymnax id; `kwargs` replace its default parameters. Raises UnknownEnv, EnvError."""
+    return JaxEnvs(make_pure(name, action_repeat=action_repeat, **kwargs), num_envs, seed, on_error)
+
+
+class JaxEnvs:
+    """A `BatchedEnv` over a vmapped `JaxEnv`. Environment i draws from its own stream, whatever `num_envs` is."""
+
+    def __init__(self, pure: JaxEnv, num_envs: int, seed: int, on_error: OnError) -> None:
+        self.spec = pure.spec
+        self.num_envs = num_envs
+        self.bounds = pure.bounds
+        self.active: int | None = None
+        self._guard = Guard(pure.spec, num_envs, on_error)
+        self._keys = jnp.stack([stream(seed, Stream.ENV, i) for i in range(num_envs)])
+        self._tick = 0
+        self._state: State | None = None
+        self._row: Step | None = None
+
+        def keys(base: jax.Array, tick: jax.Array) -> jax.Array:
+            return jax.vmap(jax.random.fold_in, (0, None))(base, tick)
+
+        self._reset = jax.jit(lambda base, tick: jax.vmap(pure.reset)(keys(base, tick)))
+        self._step = jax.jit(lambda base, tick, state, action: jax.vmap(pure.step)(state, action, keys(base, tick)))
+        self._reset_one = jax.jit(
+            lambda key, tick, rebuild: pure.reset(jax.random.fold_in(jax.random.fold_in(key, tick), rebuild))
+        )
+
+    def reset(self) -> Step:
+        return self._settled(*self._reset(self._keys, np.uint32(self._tick)))
+
+    def step(self, action: np.ndarray) -> Step:
+        if self._state is None:
+            raise ValueError(f"{self.spec.id} was stepped before its first reset; call reset() first")
+        check_action(self.spec, self.num_envs, action)
+        action = action.astype(self.spec.action.array.dtype)
+        return self._settled(*self._step(self._keys, np.uint32(self._tick), self._state, action))
+
+    def _settled(self, state: State, row: Row) -> Step:
+        """The rows of a tick, once every broken environment has stopped the run or started a new episode."""
+        rows = self._to_host(row)
+        while faults := nonfinite(rows):
+            for i, what in faults:
+                at = 0 if rows.is_first[i] else int(self._guard.steps[i]) + 1
+                rebuild = self._guard.fault(i, at, what, None)
+                new = self._reset_one(self._keys[i], np.uint32(self._tick), np.uint32(rebuild))
+                state, row = jax.tree.map(lambda all_, one, i=i: all_.at[i].set(one), (state, row), new)
+            rows = self._to_host(row)
+        self._guard.count(rows)
+        self._tick += 1
+        self._state, self._row = state, rows
+        return rows
+
+    def _to_host(self, row: Row) -> Step:
+        obs, *rest = jax.device_get(row)
+        return Step({key: obs[key] for key, _ in self.spec.obs}, *rest)  # JAX sorts a dict's keys
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        if self._row is None:
+            raise ValueError(f"{self.spec.id} has no state before its first reset; call reset() first")
+        leaves = jax.device_get(jax.tree.leaves(self._state))
+        return {
+            **self._guard.get_state(),
+            **step_to_arrays(self._row),
+            "tick": np.array(self._tick),
+            **{f"state/{i}": np.array(leaf) for i, leaf in enumerate(leaves)},
+        }
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> Step:
+        self._guard.set_state(state)
+        self._tick = int(state["tick"])
+        shapes, _ = jax.eval_shape(self._reset, self._keys, np.uint32(0))
+        leaves = [jnp.array(state[f"state/{i}"]) for i in range(len(jax.tree.leaves(shapes)))]
+        self._state = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        self._row = step_from_arrays(self.spec, state)
+        return step_from_arrays(self.spec, state)
+
+    def render(self, index: int = 0) -> np.ndarray:
+        raise NotImplementedError(f"{self.spec.id} gives no pictures")
+
+    def close(self) -> None:
+        pass
