@@ -37,6 +37,11 @@ class Agent(Protocol):
         """Windows per update."""
         ...
 
+    @property
+    def learns_terminations(self) -> bool:
+        """Whether a true termination means anything to this agent; if not, an environment that has one is refused."""
+        ...
+
     def schedule(self, num_envs: int) -> Schedule:
         """How many updates are due."""
         ...
@@ -80,3 +85,10 @@ class Agent(Protocol):
     def draw_act_noise(self, key: jax.Array, num_envs: int) -> PyTree: ...
 
     def draw_update_noise(self, key: jax.Array) -> PyTree: ...
+
+
+jax.tree_util.register_dataclass(
+    Window,
+    data_fields=["env_id", "first_row", "obs", "reward", "is_first", "is_last", "is_terminal", "action", "latents"],
+    meta_fields=[],
+)

@@ -1,0 +1,51 @@
+"""Evaluation: fresh environments, keys of their own, `mode="eval"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from telamon.agents.base import Agent, PyTree
+from telamon.envs.base import BatchedEnv
+
+
+class Evaluation(NamedTuple):
+    """One finished episode per environment."""
+
+    total_reward: np.ndarray
+    """float64 [E]."""
+    length: np.ndarray
+    """int64 [E] agent steps."""
+
+
+def evaluate(
+    agent: Agent,
+    act: Any,
+    params: PyTree,
+    env: BatchedEnv,
+    key: jax.Array,
+    on_tick: Callable[[BatchedEnv], None] | None = None,
+) -> Evaluation:
+    """Runs the first episode of every environment of `env`, which must be fresh.
+
+    act: from `collector.jit_act(agent, env.num_envs, "eval")`, made once so that evaluations share its compilation.
+    on_tick: called after every tick, for pictures.
+    """
+    step, carry = env.reset(), agent.initial_carry(env.num_envs)
+    total, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
+    running = np.ones(env.num_envs, bool)
+    tick = 0
+    while True:
+        if on_tick is not None:
+            on_tick(env)
+        if not running.any():
+            return Evaluation(total, length)
+        action, carry, _ = act(params, carry, step.obs, step.is_first, key, np.uint32(tick))
+        step = env.step(np.array(action))
+        tick += 1
+        total += np.where(running, step.reward, 0)
+        length += running
+        running &= ~step.is_last

@@ -1,0 +1,36 @@
+"""The `telamon` command: finds the sub-command, turns expected failures into one sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+SUMMARIES = {
+    "train": "Train an agent on one machine, in one process: telamon train tdmpc2 ENV [options]",
+}
+"""Sub-command -> summary. Its function has the same name in `deploy.commands`, loaded only when it is wanted."""
+
+
+def main() -> None:
+    """Exits with the command's code; 1 after a failure that a sentence explains, 2 after wrong usage."""
+    args = sys.argv[1:]
+    if not args or args[0] in ("-h", "--help"):
+        rows = "\n".join(f"  {name:<10} {text}" for name, text in SUMMARIES.items())
+        print(f"usage: telamon COMMAND ... (telamon COMMAND --help says more)\n\n{rows}")
+        sys.exit(0 if args else 2)
+    name, rest = args[0], args[1:]
+    if name not in SUMMARIES:
+        print(f"telamon: {name!r} is none of {', '.join(SUMMARIES)}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        sys.exit(getattr(import_module("deploy.commands"), name.replace("-", "_"))(rest))
+    except (ValueError, RuntimeError, OSError) as error:
+        if os.environ.get("TELAMON_TRACEBACK"):
+            raise
+        print(f"telamon: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
