@@ -27,7 +27,7 @@ def mish(x: jax.Array) -> jax.Array:
 
 def grouped_softmax(x: jax.Array, group: int) -> jax.Array:
     """Softmax within consecutive groups of the last axis: [..., D] -> [..., D]."""
-    return jax.nn.softmax(x.reshape(*x.shape[:-1], -1, group), -1).reshape(x.shape)
+    return jax.nn.softmax(x.reshape(*x.shape[:-1], x.shape[-1] // group, group), -1).reshape(x.shape)
 
 
 def fan_in(shape: tuple[int, ...]) -> int:
