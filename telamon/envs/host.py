@@ -159,10 +159,10 @@ class HostEnvs:
         return state
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> Step:
-        self._guard.set_state(state)
         for i, env in enumerate(self._envs):
             prefix = f"env/{i}/"
             env.set_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        self._guard.set_state(state)
         self._row = step_from_arrays(self.spec, state)
         return step_from_arrays(self.spec, state)
 

@@ -228,12 +228,14 @@ class JaxEnvs:
         return {
             **self._guard.get_state(),
             **step_to_arrays(self._row),
+            "keys": np.array(jax.random.key_data(self._keys)),
             "tick": np.array(self._tick),
             **{f"state/{i}": np.array(leaf) for i, leaf in enumerate(leaves)},
         }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> Step:
         self._guard.set_state(state)
+        self._keys = jax.random.wrap_key_data(jnp.array(state["keys"]))
         self._tick = int(state["tick"])
         shapes, _ = jax.eval_shape(self._reset, self._keys, np.uint32(0))
         leaves = [jnp.array(state[f"state/{i}"]) for i in range(len(jax.tree.leaves(shapes)))]
