@@ -1,0 +1,172 @@
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replay_server.ring import Ring
+from telamon.data import ArraySpec
+
+SPECS = {"value": ArraySpec((2,), "int64"), "latents/version": ArraySpec((), "int32")}
+
+
+def tick(env, row, **changed):
+    env, row = np.asarray(env), np.asarray(row)
+    return {"value": np.stack([env, row], -1), "latents/version": np.zeros(env.size, np.int32), **changed}
+
+
+def filled(rows, num_envs=2, capacity=5):
+    ring = Ring(SPECS, num_envs, capacity)
+    env = np.arange(num_envs, dtype=np.int32)
+    for row in range(rows):
+        np.testing.assert_array_equal(ring.append(env, tick(env, np.full(num_envs, row))), row)
+    return ring
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 5, 6, 9, 10, 11, 23])
+def test_a_ring_holds_its_newest_rows(rows):
+    ring = filled(rows)
+    np.testing.assert_array_equal(ring.head, rows)
+    np.testing.assert_array_equal(ring.tail, max(0, rows - 5))
+    want = [[1, row] for row in range(max(0, rows - 5), rows)]
+    np.testing.assert_array_equal(ring.held("value", 1), np.array(want).reshape(-1, 2))
+
+
+def test_environments_advance_on_their_own():
+    ring = filled(3)
+    ring.append(np.array([1]), tick([1], [3]))
+    np.testing.assert_array_equal(ring.head, [3, 4])
+    got = ring.gather(np.array([1, 0]), np.array([2, 1]), 2, ["value"])["value"]
+    np.testing.assert_array_equal(got, [[[1, 2], [1, 3]], [[0, 1], [0, 2]]])
+
+
+def test_gather_crosses_the_end_of_the_memory_and_copies():
+    ring = filled(8)
+    first = ring.gather(np.array([1]), np.array([3]), 5, ["value"])["value"]
+    np.testing.assert_array_equal(first[0, :, 1], [3, 4, 5, 6, 7])
+    first[:] = -1
+    assert (ring.gather(np.array([1]), np.array([3]), 5, ["value"])["value"] >= 0).all()
+
+
+@pytest.mark.parametrize("first", [2, 4, 8])
+def test_gather_refuses_rows_that_are_not_held(first):
+    with pytest.raises(
+        LookupError, match=f"rows {first} to {first + 4} of environment 1 are not all held; it holds 3 to 7"
+    ):
+        filled(8).gather(np.array([0, 1]), np.array([3, first]), 5, ["value"])
+
+
+def test_a_full_ring_gives_up_the_oldest_row_before_it_overwrites_it():
+    ring = filled(5)
+    seen = []
+
+    class Probe(dict):
+        def items(self):
+            for item in super().items():
+                seen.append((ring.tail[0], ring.head[0]))
+                yield item
+
+    env = np.arange(2)
+    ring.append(env, Probe(tick(env, np.array([5, 5]))))
+    assert seen == [(1, 5), (1, 5)]
+    assert (ring.tail[0], ring.head[0]) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("env", "columns", "message"),
+    [
+        ([0, 0], tick([0, 0], [3, 3]), r"env_id \[0, 0\] repeats an environment"),
+        ([0, 2], tick([0, 2], [3, 3]), r"env_id \[0, 2\] leaves the table's environments 0 to 1"),
+        ([-1], tick([-1], [3]), r"env_id \[-1\] leaves the table's environments 0 to 1"),
+        ([[0]], tick([0], [3]), r"env_id is int64 \[1, 1\], expected a vector of signed integers"),
+        ([0.0], tick([0], [3]), r"env_id is float64 \[1\], expected a vector of signed integers"),
+        ([0], {"value": np.zeros((1, 2), np.int64)}, r"columns \['latents/version'\] are missing"),
+        ([0], tick([0], [3], extra=np.zeros(1)), r"columns \['extra'\] are unknown"),
+        ([0], tick([0], [3], value=np.zeros((1, 3), np.int64)), r"'value' is int64 \[1, 3\], .* says int64 \[1, 2\]"),
+        ([0], tick([0], [3], value=np.zeros((1, 2))), r"'value' is float64 \[1, 2\], .* says int64 \[1, 2\]"),
+        ([0, 1], tick([0], [3]), r"'value' is int64 \[1, 2\], .* says int64 \[2, 2\]"),
+    ],
+)
+def test_a_bad_tick_is_named(env, columns, message):
+    with pytest.raises(ValueError, match=message):
+        filled(3).check(np.array(env), columns)
+
+
+def test_bfloat16_columns_keep_their_bits():
+    ring = Ring({"x": ArraySpec((3,), "bfloat16")}, 1, 2)
+    value = np.array([[1.5, -0.0, np.inf]], ml_dtypes.bfloat16)
+    ring.append(np.array([0]), {"x": value})
+    assert ring.held("x", 0).tobytes() == value.tobytes()
+
+
+def test_a_table_of_more_rows_than_int32_counts():
+    # three environments of 2^30 rows; pages that nobody writes cost no memory
+    ring = Ring({"x": ArraySpec((), "bool")}, 3, 2**30)
+    env = np.array([1, 2], np.int32)  # 2 * 2^30, wrapped to a negative place, would be that of environment 1
+    ring.append(env, {"x": np.array([False, True])})
+    assert ring.gather(env, np.array([0, 0]), 1, ["x"])["x"].tolist() == [[False], [True]]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_write_matches_a_dictionary(data):
+    """Stale updates are dropped and counted, never applied to the row that took the slot; of two the later wins."""
+    capacity = data.draw(st.integers(1, 20))
+    ring, env = Ring(SPECS, 2, capacity), np.arange(2, dtype=np.int32)
+    model: dict[tuple[int, int], int] = {}
+    version = 0
+    for row in range(data.draw(st.integers(1, 60))):
+        ring.append(env, tick(env, [row, row]))
+        model |= {(e, row): 0 for e in range(2)}
+        model = {(e, r): v for (e, r), v in model.items() if r > row - capacity}
+        updates = data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(max(0, row - 25), row)), max_size=6))
+        versions = np.arange(version + 1, version + 1 + len(updates), dtype=np.int32)
+        where = np.array(updates, np.int64).reshape(-1, 2)
+        written = ring.write(where[:, 0].astype(np.int32), where[:, 1], {"latents/version": versions})
+        assert written == sum(u in model for u in updates)
+        model |= {u: int(v) for u, v in zip(updates, versions, strict=True) if u in model}
+        version += len(updates)
+    for e in range(2):
+        held = ring.held("latents/version", e)
+        assert held.tolist() == [model[e, r] for r in range(ring.tail[e], ring.head[e])]
+
+
+@pytest.mark.parametrize("row", [8, -1])
+def test_write_refuses_a_row_that_never_was(row):
+    with pytest.raises(ValueError, match=f"row {row} of environment 1 was never appended; the next one is 8"):
+        filled(8).write(np.array([0, 1]), np.array([7, row]), {"latents/version": np.ones(2, np.int32)})
+
+
+def test_write_takes_latent_columns_only():
+    with pytest.raises(
+        ValueError, match=r"columns \['latents/version'\] are missing and columns \['value'\] are unknown"
+    ):
+        filled(8).write(np.array([0]), np.array([7]), {"value": np.zeros((1, 2), np.int64)})
+
+
+def test_write_wants_one_row_number_per_environment():
+    with pytest.raises(ValueError, match=r"row is int64 \[1\], but env_id has \[2\] integers"):
+        filled(8).write(np.array([0, 1]), np.array([7]), {"latents/version": np.ones(2, np.int32)})
+
+
+def test_chunks_together_are_the_memory():
+    ring, copy = filled(700, num_envs=3, capacity=1000), Ring(SPECS, 3, 1000)
+    touched = ring.touched()
+    assert {g: n.tolist() for g, n in touched.items()} == {"rows": [0, 1, 2], "latents": [0, 1, 2]}  # 341 slots each
+    for group, numbers in touched.items():
+        for number in numbers:
+            copy.load_chunk(group, number, ring.read_chunk(group, number))
+    copy.head[:], copy.tail[:] = ring.head, ring.tail
+    for name in SPECS:
+        np.testing.assert_array_equal(copy.held(name, 2), ring.held(name, 2))
+    assert not any(n.size for n in copy.touched().values())
+
+
+def test_only_what_was_written_is_touched():
+    ring = filled(700, num_envs=3, capacity=1000)
+    ring.settle()
+    assert not any(n.size for n in ring.touched().values())
+    ring.write(np.array([1]), np.array([400]), {"latents/version": np.ones(1, np.int32)})
+    assert {g: n.tolist() for g, n in ring.touched().items()} == {"rows": [], "latents": [1]}
+    ring.append(np.array([0]), tick([0], [700]))
+    assert {g: n.tolist() for g, n in ring.touched().items()} == {"rows": [2], "latents": [1, 2]}
