@@ -150,7 +150,12 @@ class DMControl:
         )
 
     def render(self) -> np.ndarray:
-        return self._env.physics.render(RENDER_SIZE, RENDER_SIZE, camera_id=self._camera)
+        try:
+            return self._env.physics.render(RENDER_SIZE, RENDER_SIZE, camera_id=self._camera)
+        except RuntimeError as error:  # dm_control's stand-in for a renderer
+            raise NotImplementedError(
+                f"dm_control cannot draw here ({error}); without a display it needs EGL: install libegl1 and a driver"
+            ) from error
 
     def close(self) -> None:
         self._env.close()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
 import gymnax
@@ -115,20 +116,17 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
         raise UnknownEnv(name)
     if not hasattr(Environment, "is_truncated"):
         raise EnvError(
-            f"gymnax {gymnax.__version__} reports one 'done' for termination and time limit; install gymnax>=1.0, "
+            f"gymnax {version('gymnax')} reports one 'done' for termination and time limit; install gymnax>=1.0, "
             "which tells them apart"
         )
     env, params = gymnax.make(name)
     params = params.replace(**kwargs)
     key = jax.random.key(0)
-    obs, _ = jax.eval_shape(env.reset_env, key, params)
-    entries = obs if isinstance(obs, Mapping) else {BARE_KEY: obs}
     repeat = 1 if action_repeat is None else action_repeat
     action_spec, bounds = _action_of(env.action_space(params))
     spec = EnvSpec(
         id=f"gymnax:{name}",
-        # gymnax's declared observation spaces are not always those of the arrays, which tracing shows.
-        obs=tuple((k, ArraySpec(v.shape, obs_dtype(v.dtype, k))) for k, v in entries.items()),
+        obs=_obs_of(env, params, key),
         action=action_spec,
         episode_length=math.ceil(params.max_steps_in_episode / repeat),
         action_repeat=repeat,
@@ -136,6 +134,19 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
     pure = JaxEnv(spec, bounds, env, params)
     _check_stable(pure, key)
     return pure
+
+
+def _obs_of(env: Any, params: Any, key: jax.Array) -> tuple[tuple[str, ArraySpec], ...]:
+    """The observation as tracing shows it (declared ones are not always right), in the environment's own key order."""
+    entries: dict[str, ArraySpec] = {}
+
+    def reset(key: jax.Array) -> None:
+        obs, _ = env.reset_env(key, params)
+        for name, value in (obs if isinstance(obs, Mapping) else {BARE_KEY: obs}).items():
+            entries[name] = ArraySpec(value.shape, obs_dtype(value.dtype, name))
+
+    jax.eval_shape(reset, key)  # read from inside: a returned dict comes back with its keys sorted
+    return tuple(entries.items())
 
 
 def _action_of(space: Any) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray] | None]:

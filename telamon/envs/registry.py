@@ -80,8 +80,7 @@ def load(prefix: str) -> ModuleType:
         if (error.name or "").startswith("telamon"):
             raise
         raise EnvError(
-            f"'{prefix}:' environments need the package {error.name}, which is not installed; "
-            f"run: pip install 'telamon[{backend.extra}]'"
+            f"the package {error.name} is not installed; run: pip install 'telamon[{backend.extra}]'"
         ) from error
 
 

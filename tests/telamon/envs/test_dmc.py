@@ -114,6 +114,19 @@ def test_a_task_that_is_not_there_is_refused_with_near_names() -> None:
         make_env("dmc:cartpole-swing", 1, 0)
 
 
+def test_no_renderer_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dm_control import _render
+
+    def none(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("No OpenGL rendering backend is available.")
+
+    env = make_env("dmc:cartpole-swingup", 1, 0)
+    env.reset()
+    monkeypatch.setattr(_render, "Renderer", none)
+    with pytest.raises(NotImplementedError, match=r"dm_control cannot draw here .No OpenGL.*install libegl1"):
+        env.render()
+
+
 def test_a_picture() -> None:
     from dm_control import _render
 
