@@ -13,7 +13,7 @@ TRAIN ?= .venv/bin/telamon train tdmpc2 dmc:cartpole-swingup --preset 1
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	"$$p" -c '$(USABLE)' 2>/dev/null && { echo "$$p"; break; }; done)
-INSTALL := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
+INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: train test test-slow lint clean
 .NOTPARALLEL:
@@ -38,10 +38,12 @@ clean:
 
 # Stamps: nothing is installed again until what they depend on changes. Editable, so that edits need no new install.
 .venv/train.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	@echo 'Installing Telamon and what it trains with into .venv; this takes a minute or two, once.'
 	$(INSTALL) --editable '.[dmc,plot,video]'
 	@touch $@
 
 .venv/test.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	@echo 'Installing Telamon and what its tests need into .venv; this takes a minute or two, once.'
 	$(INSTALL) --editable '.[dmc,gym,jaxenvs,envpool,plot,video,dev]'
 	@touch $@
 
