@@ -88,9 +88,7 @@ class Collector:
         if step.is_last.all() and not self._agent.row_spec.latents:
             return np.zeros((num_envs, *spec.shape), spec.array.dtype), {}  # ignored by a reset tick: no plan wasted
         if params is None:
-            action: np.ndarray = random_action(
-                spec, num_envs, generator(self._seed, Stream.RANDOM_ACTION, self._tick)
-            )
+            action: np.ndarray = random_action(spec, num_envs, generator(self._seed, Stream.RANDOM_ACTION, self._tick))
             latents = {k: np.zeros((num_envs, *a.shape), a.dtype) for k, a in self._agent.row_spec.latents}
         else:
             chosen, self._carry, made = self._act(
@@ -132,8 +130,8 @@ class Collector:
         }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> bool:
-        """Continues from `get_state`. False: the environments could not be saved, so their episodes are abandoned
-        and new ones begin (the carry is reset with them, by is_first)."""
+        """Continues from `get_state`. False: the environments could not be saved, so the episodes that were going on
+        are abandoned and new ones begin (the carry is reset with them, by is_first)."""
         self._tick = int(state["tick"])
         treedef = jax.tree.structure(self._carry)
         self._carry = jax.tree.unflatten(treedef, [state[f"carry/{i}"] for i in range(treedef.num_leaves)])
@@ -141,4 +139,4 @@ class Collector:
         if env:
             self._total_reward, self._length = state["total_reward"].copy(), state["length"].copy()
             self._step = self._env.set_state(env)
-        return bool(env)
+        return bool(env) or self._tick == 0

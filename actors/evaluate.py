@@ -12,6 +12,10 @@ from telamon.agents.base import Agent, PyTree
 from telamon.envs.base import BatchedEnv
 
 
+class Stopped(Exception):
+    """An evaluation was given up; it had changed nothing."""
+
+
 class Evaluation(NamedTuple):
     """One finished episode per environment."""
 
@@ -28,24 +32,29 @@ def evaluate(
     env: BatchedEnv,
     key: jax.Array,
     on_tick: Callable[[BatchedEnv], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Runs the first episode of every environment of `env`, which must be fresh.
+    """Runs the first episode of every environment of `env`, which must be fresh. Raises Stopped once `stopped()`.
 
     act: from `collector.jit_act(agent, env.num_envs, "eval")`, made once so that evaluations share its compilation.
-    on_tick: called after every tick, for pictures.
+    on_tick: called for every observation of environment 0's episode, for pictures.
     """
     step, carry = env.reset(), agent.initial_carry(env.num_envs)
     total, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     running = np.ones(env.num_envs, bool)
     tick = 0
-    while True:
-        if on_tick is not None:
-            on_tick(env)
-        if not running.any():
-            return Evaluation(total, length)
+    if on_tick is not None:
+        on_tick(env)
+    while running.any():
+        if stopped():
+            raise Stopped
         action, carry, _ = act(params, carry, step.obs, step.is_first, key, np.uint32(tick))
         step = env.step(np.array(action))
         tick += 1
-        total += np.where(running, step.reward, 0)
-        length += running
+        if on_tick is not None and running[0]:
+            on_tick(env)
+        # a rebuilt environment begins anew, as its reset row says
+        total = np.where(running, np.where(step.is_first, 0, total + step.reward), total)
+        length = np.where(running, np.where(step.is_first, 0, length + 1), length)
         running &= ~step.is_last
+    return Evaluation(total, length)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib import import_module
 
 SUMMARIES = {
     "train": "Train an agent on one machine, in one process: telamon train tdmpc2 ENV [options]",
+    "eval": "Evaluate the newest checkpoint of a run, with a video on request: telamon eval RUN",
+    "plot": "Draw the learning curves of runs, over published ones on request: telamon plot RUN...",
+    "envs": "List the environments that can be trained on here",
+    "check-env": "Say what an agent would see of an environment, or why it cannot work: telamon check-env ENV",
+    "doctor": "Check this machine: Python, devices, libraries, rendering, disk",
 }
 """Sub-command -> summary. Its function has the same name in `deploy.commands`, loaded only when it is wanted."""
 
 
 def main() -> None:
     """Exits with the command's code; 1 after a failure that a sentence explains, 2 after wrong usage."""
+    # a library that finds no handler at all would set up a second, louder log on the terminal
+    logging.getLogger().addHandler(logging.NullHandler())
     args = sys.argv[1:]
     if not args or args[0] in ("-h", "--help"):
         rows = "\n".join(f"  {name:<10} {text}" for name, text in SUMMARIES.items())
@@ -25,10 +33,12 @@ def main() -> None:
         sys.exit(2)
     try:
         sys.exit(getattr(import_module("deploy.commands"), name.replace("-", "_"))(rest))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         if os.environ.get("TELAMON_TRACEBACK"):
             raise
-        print(f"telamon: {error}", file=sys.stderr)
+        # an OSError's text begins with its number, which helps nobody
+        text = error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else error
+        print(f"telamon: {text}", file=sys.stderr)
         sys.exit(1)
 
 

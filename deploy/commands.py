@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
+import numpy as np
 import tyro
 from rich.console import Console
+from rich.table import Table
 
+from actors.collector import jit_act
+from actors.evaluate import evaluate
+from deploy import doctor as checks
 from deploy import local
 from deploy.cli import SUMMARIES
 from deploy.config import RunConfig, default_run_dir, with_preset
+from deploy.loading import load_agent
+from deploy.plot import plot_runs
+from deploy.video import write_video
+from telamon.agents.tdmpc2.agent import TDMPC2
+from telamon.agents.tdmpc2.config import TDMPC2Config
+from telamon.envs.base import BatchedEnv
+from telamon.envs.check import check_env as run_check
+from telamon.envs.check import to_text
+from telamon.envs.registry import list_envs
+from telamon.keys import Stream, stream
+
+Options = TypeVar("Options")
+
+
+def parse(kind: type[Options], name: str, args: Sequence[str], default: Options | None = None) -> Options:
+    """Command-line arguments as a dataclass; prints help or what is wrong, and exits, by itself."""
+    return tyro.cli(kind, args=args, default=default, prog=f"telamon {name}", description=SUMMARIES[name])
+
+
+# train
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """Options of `telamon train` that are not part of the run's config."""
 
-    preset: int = 5
-    """Size of the agent in millions of parameters: 1, 5, 19, 48 or 317. Fields under --agent override it."""
+    preset: str = "5"
+    """Size of the agent: 1, 5, 19, 48 or 317 (millions of parameters), or laptop. Fields under --agent override it."""
     run_dir: Path | None = None
     """Where the run lives; by default runs/ALGORITHM-TASK-seedSEED."""
     resume: bool = False
@@ -37,6 +64,149 @@ def train(args: list[str]) -> int:
     wanted = [a for a in args if a not in ("-h", "--help")]
     options, _ = tyro.cli(TrainOptions, args=wanted, return_unknown_args=True)
     default = Train(TrainOptions(), RunConfig("tdmpc2", tyro.MISSING, agent=with_preset(options.preset)))
-    parsed = tyro.cli(Train, args=args, default=default, prog="telamon train", description=SUMMARIES["train"])
+    parsed = parse(Train, "train", args, default)
     run_dir = parsed.options.run_dir or default_run_dir(parsed.config)
     return local.train(parsed.config, run_dir, parsed.options.resume, Console())
+
+
+# eval
+
+
+@dataclass(frozen=True)
+class Eval:
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run directory."""
+    episodes: int = 10
+    seed: int = 0
+    """Of the environments and of the agent's draws."""
+    video: Path | None = None
+    """Write the first episode to this .mp4."""
+    fps: float = 30.0
+    """Frames per second of the video; it has one frame per agent step."""
+    checkpoint: str | None = None
+    """Name of a checkpoint in RUN/checkpoints; by default the newest."""
+
+
+def eval(args: list[str]) -> int:
+    options = parse(Eval, "eval", args)
+    if options.episodes < 1:
+        raise ValueError(f"episodes={options.episodes} must be at least 1")
+    trained = load_agent(options.run, options.checkpoint)
+    env = local.build_env(trained.config, options.episodes, options.seed)
+    frames: list[np.ndarray] = []
+    film = None if options.video is None else partial(_film, frames)
+    try:
+        act = jit_act(trained.agent, options.episodes, "eval")
+        found = evaluate(trained.agent, act, trained.params, env, stream(options.seed, Stream.EVAL), film)
+    finally:
+        env.close()
+    steps = trained.counters["transitions"] * trained.agent.env.action_repeat
+    table = Table(title=f"{trained.config.task} after {steps:,} env steps", title_justify="left")
+    table.add_column("episode", justify="right")
+    table.add_column("return", justify="right")
+    table.add_column("length", justify="right")
+    for i, (total, length) in enumerate(zip(found.total_reward, found.length, strict=True)):
+        table.add_row(str(i), f"{total:.1f}", str(length))
+    console = Console()
+    console.print(table)
+    spread = f" (lowest {found.total_reward.min():.1f}, highest {found.total_reward.max():.1f})"
+    console.print(f"mean return {found.total_reward.mean():.1f}{spread}", highlight=False)
+    if options.video is not None:
+        count = write_video(frames, options.video, options.fps)
+        console.print(f"wrote {options.video}: {count} frames", highlight=False)
+    return 0
+
+
+def _film(frames: list[np.ndarray], env: BatchedEnv) -> None:
+    frames.append(env.render(0))
+
+
+# plot
+
+
+@dataclass(frozen=True)
+class Plot:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories; runs that differ only in their seed become one curve."""
+    out: Path = Path("curve.png")
+    reference: str | None = None
+    """A published curve to draw underneath: tdmpc2, tdmpc2-size1 or dreamerv3."""
+
+
+def plot(args: list[str]) -> int:
+    options = parse(Plot, "plot", args)
+    if not options.runs:
+        raise ValueError("no run to plot; name at least one run directory: telamon plot RUN...")
+    plot_runs(options.runs, options.out, options.reference)
+    Console().print(f"wrote {options.out}", highlight=False)
+    return 0
+
+
+# envs, check-env
+
+
+@dataclass(frozen=True)
+class Envs:
+    all: bool = False
+    """List every environment, not only how many there are."""
+
+
+def envs(args: list[str]) -> int:
+    options = parse(Envs, "envs", args)
+    table = Table()
+    for heading in ("backend", "environments", "for example", "note"):
+        table.add_column(heading, overflow="fold")
+    listed = list_envs()
+    for row in listed:
+        table.add_row(row.prefix, str(len(row.ids)) if row.ids else "", row.example, row.missing or "")
+    table.add_row("your own", "", "my_package.my_env:make_env", "a callable that returns a gymnasium.Env")
+    console = Console()
+    console.print(table)
+    if options.all:
+        for env_id in (i for row in listed for i in row.ids):
+            console.print(env_id, highlight=False)
+    return 0
+
+
+@dataclass(frozen=True)
+class CheckEnv:
+    env: Annotated[str, tyro.conf.Positional]
+    """BACKEND:NAME, PACKAGE.MODULE:CALLABLE or PATH.py:CALLABLE."""
+    episodes: int = 2
+    max_steps: int = 2000
+    """Agent steps after which it stops waiting for episodes to end."""
+    seed: int = 0
+    action_repeat: int | None = None
+
+
+def check_env(args: list[str]) -> int:
+    """0 when some agent can be trained on the environment, 1 when none can."""
+    options = parse(CheckEnv, "check-env", args)
+    report = run_check(
+        options.env, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps,
+        agents={"tdmpc2": partial(TDMPC2, TDMPC2Config())}, action_repeat=options.action_repeat,
+    )  # fmt: skip
+    Console().print(to_text(report), highlight=False, soft_wrap=True, markup=False)
+    return 0 if None in report.refusals.values() else 1
+
+
+# doctor
+
+
+@dataclass(frozen=True)
+class Doctor:
+    pass
+
+
+def doctor(args: list[str]) -> int:
+    """0 when training can run here, 1 when something that it needs is missing."""
+    parse(Doctor, "doctor", args)
+    found = checks.examine(Path.cwd())
+    table = Table()
+    for heading in ("check", "", "found"):
+        table.add_column(heading, overflow="fold")
+    marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
+    for check in found:
+        table.add_row(check.name, marks[check.verdict], check.text)
+    Console().print(table)
+    return 1 if any(c.verdict == "missing" for c in found) else 0

@@ -88,11 +88,12 @@ class RunConfig:
             raise ValueError(f"memory_limit={self.memory_limit} must be above 0 GiB")
 
 
-def with_preset(preset: int, agent: TDMPC2Config | None = None) -> TDMPC2Config:
+def with_preset(preset: str) -> TDMPC2Config:
     """The agent's config at a size of `PRESETS`. Raises ValueError for an unknown one."""
-    if preset not in PRESETS:
-        raise ValueError(f"preset {preset} is not one of {', '.join(map(str, PRESETS))} (millions of parameters)")
-    return TDMPC2Config(**{**(asdict(agent) if agent else {}), **PRESETS[preset]})
+    sizes = {str(name): values for name, values in PRESETS.items()}
+    if preset not in sizes:
+        raise ValueError(f"preset {preset!r} is none of {', '.join(sizes)}")
+    return TDMPC2Config(**sizes[preset])  # type: ignore[arg-type]  # sizes are fields of type int
 
 
 def make_agent(config: RunConfig, env: EnvSpec) -> TDMPC2:

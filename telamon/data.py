@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -219,3 +219,16 @@ class Counters:
 
     def as_dict(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def env_spec_from_json(values: Mapping[str, Any]) -> EnvSpec:
+    """An EnvSpec from `dataclasses.asdict`, after JSON has made lists of its tuples."""
+    array = lambda v: ArraySpec(tuple(v["shape"]), v["dtype"])
+    action = values["action"]
+    return EnvSpec(
+        id=values["id"],
+        obs=tuple((key, array(v)) for key, v in values["obs"]),
+        action=ActionSpec(tuple(action["shape"]), None if action["classes"] is None else tuple(action["classes"])),
+        episode_length=values["episode_length"],
+        action_repeat=values["action_repeat"],
+    )

@@ -25,14 +25,20 @@ RECIPES = {
     "latest": Recipe(squashed_entropy=False, q_dropout_always=False, stale_policy_norm=False, elite_draw="gumbel"),
 }
 
-PRESETS: dict[int, dict[str, int]] = {
+PRESETS: dict[int | str, dict[str, int]] = {
     1: dict(enc_dim=256, mlp_dim=384, latent_dim=128, num_enc_layers=2, num_q=2),
     5: dict(enc_dim=256, mlp_dim=512, latent_dim=512, num_enc_layers=2, num_q=5),
     19: dict(enc_dim=1024, mlp_dim=1024, latent_dim=768, num_enc_layers=3, num_q=5),
     48: dict(enc_dim=1792, mlp_dim=1792, latent_dim=768, num_enc_layers=4, num_q=5),
     317: dict(enc_dim=4096, mlp_dim=4096, latent_dim=1376, num_enc_layers=5, num_q=8),
-}
-"""Sizes by their parameters in millions (multi-task; single-task models are a little smaller)."""
+    "laptop": dict(
+        enc_dim=128, mlp_dim=128, latent_dim=64, num_enc_layers=2, num_q=2, batch_size=128,
+        num_samples=192, num_elites=24, num_pi_trajs=8, iterations=4,
+    ),
+}  # fmt: skip
+"""The paper's sizes, named by their parameters in millions (multi-task; single-task models are a little smaller), and
+`laptop`: a small model with a small planner, which learns easy tasks in minutes on two CPU cores. No published result
+was made with it."""
 
 
 @dataclass(frozen=True)
