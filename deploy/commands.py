@@ -55,11 +55,14 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Train:
+    """What `telamon train` takes."""
+
     options: Annotated[TrainOptions, tyro.conf.arg(name="")]
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
 
 
 def train(args: list[str]) -> int:
+    """Trains; the exit code is 0 at the end of the run and 130 after Ctrl-C."""
     # the preset is read first: it sets the defaults of the fields that may override it
     wanted = [a for a in args if a not in ("-h", "--help")]
     options, _ = tyro.cli(TrainOptions, args=wanted, return_unknown_args=True)
@@ -74,9 +77,12 @@ def train(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Eval:
+    """What `telamon eval` takes."""
+
     run: Annotated[Path, tyro.conf.Positional]
     """A run directory."""
     episodes: int = 10
+    """Episodes, run side by side."""
     seed: int = 0
     """Of the environments and of the agent's draws."""
     video: Path | None = None
@@ -88,6 +94,7 @@ class Eval:
 
 
 def eval(args: list[str]) -> int:
+    """Evaluates fresh environments in eval mode and prints every return."""
     options = parse(Eval, "eval", args)
     if options.episodes < 1:
         raise ValueError(f"episodes={options.episodes} must be at least 1")
@@ -126,14 +133,18 @@ def _film(frames: list[np.ndarray], env: BatchedEnv) -> None:
 
 @dataclass(frozen=True)
 class Plot:
+    """What `telamon plot` takes."""
+
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run directories; runs that differ only in their seed become one curve."""
     out: Path = Path("curve.png")
+    """The picture, .png."""
     reference: str | None = None
     """A published curve to draw underneath: tdmpc2, tdmpc2-size1 or dreamerv3."""
 
 
 def plot(args: list[str]) -> int:
+    """Writes a picture of learning curves."""
     options = parse(Plot, "plot", args)
     if not options.runs:
         raise ValueError("no run to plot; name at least one run directory: telamon plot RUN...")
@@ -147,11 +158,14 @@ def plot(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Envs:
+    """What `telamon envs` takes."""
+
     all: bool = False
     """List every environment, not only how many there are."""
 
 
 def envs(args: list[str]) -> int:
+    """Prints a table of the backends, and every id on request."""
     options = parse(Envs, "envs", args)
     table = Table()
     for heading in ("backend", "environments", "for example", "note"):
@@ -170,13 +184,18 @@ def envs(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class CheckEnv:
+    """What `telamon check-env` takes."""
+
     env: Annotated[str, tyro.conf.Positional]
     """BACKEND:NAME, PACKAGE.MODULE:CALLABLE or PATH.py:CALLABLE."""
     episodes: int = 2
+    """Episodes to step at random."""
     max_steps: int = 2000
     """Agent steps after which it stops waiting for episodes to end."""
     seed: int = 0
+    """Of the environment and the random actions."""
     action_repeat: int | None = None
+    """Environment steps per agent step; None: the backend's usual one."""
 
 
 def check_env(args: list[str]) -> int:
@@ -195,7 +214,7 @@ def check_env(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Doctor:
-    pass
+    """`telamon doctor` takes nothing."""
 
 
 def doctor(args: list[str]) -> int:

@@ -33,7 +33,10 @@ class Check(NamedTuple):
 
 def examine(run_root: Path) -> list[Check]:
     """Every check, in the order in which they matter. Takes some seconds: it compiles, steps and renders."""
-    return [_python(), _libraries(), _devices(), _speed(), _memory(), _disk(run_root), _environments(), _rendering(), _video()]
+    return [
+        _python(), _libraries(), _devices(), _speed(), _memory(), _disk(run_root),
+        _environments(), _rendering(), _video(),
+    ]  # fmt: skip
 
 
 def _python() -> Check:

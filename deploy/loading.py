@@ -15,6 +15,8 @@ from telamon.data import env_spec_from_json
 
 
 class Trained(NamedTuple):
+    """What a checkpoint makes of a run's config."""
+
     agent: Agent
     params: PyTree
     """What `agent.act` takes."""

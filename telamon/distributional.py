@@ -3,7 +3,8 @@
 Both agents regress through `TwoHot`, and differ where it hurts to mix them up:
 
 * DreamerV3 interpolates between its bins in *raw* space, `dreamer_two_hot` (arXiv:2301.04104, eq. 8 to 10);
-* TD-MPC2 interpolates in *symlog* space and maps back after the expectation, `tdmpc2_two_hot` (arXiv:2310.16828, app. A).
+* TD-MPC2 interpolates in *symlog* space and maps back after the expectation, `tdmpc2_two_hot` (arXiv:2310.16828,
+  app. A).
 
 All of it computes in float32, whatever the networks compute in.
 """

@@ -48,11 +48,14 @@ class TDMPC2Config:
     recipe: Literal["paper", "latest"] = "paper"
     """The code behind the published curves, or the reference's latest code."""
 
-    # networks
     enc_dim: int = 256
+    """Width of the encoder's hidden layers."""
     mlp_dim: int = 512
+    """Width of every other hidden layer."""
     latent_dim: int = 512
+    """Width of the latent state."""
     num_enc_layers: int = 2
+    """Layers of the encoder, the output layer included; at least one is hidden."""
     num_q: int = 5
     """Members of the Q ensemble."""
     simnorm_dim: int = 8
@@ -60,15 +63,18 @@ class TDMPC2Config:
     dropout: float = 0.01
     """In the first layer of each Q member."""
     num_bins: int = 101
+    """Two-hot bins of reward and value; odd."""
     vmin: float = -10.0
+    """Lowest two-hot bin, in symlog space; -vmax."""
     vmax: float = 10.0
-    """Edges of the two-hot bins, in symlog space."""
+    """Highest two-hot bin, in symlog space."""
     log_std_min: float = -10.0
+    """Bound of the policy's log standard deviation."""
     log_std_max: float = 2.0
+    """Bound of the policy's log standard deviation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the networks; losses, distributions and parameters stay float32."""
 
-    # losses
     batch_size: int = 256
     """Windows per update."""
     horizon: int = 3
@@ -76,22 +82,27 @@ class TDMPC2Config:
     rho: float = 0.5
     """Weight of step t is rho^t."""
     consistency_coef: float = 20.0
+    """Weight of the latent-consistency loss."""
     reward_coef: float = 0.1
+    """Weight of the reward loss."""
     value_coef: float = 0.1
+    """Weight of the value loss."""
     termination_coef: float = 1.0
+    """Weight of the termination loss (episodic)."""
     entropy_coef: float = 1e-4
+    """Weight of the policy's entropy."""
     episodic: bool = False
     """Learn and plan with true terminations. Without it an environment that terminates is refused."""
 
-    # optimisation
     lr: float = 3e-4
+    """Learning rate of both Adam optimisers."""
     enc_lr_scale: float = 0.3
     """The encoder's learning rate is lr * enc_lr_scale."""
     grad_clip_norm: float = 20.0
+    """Global gradient norm to which each optimiser clips."""
     tau: float = 0.01
     """Rate of the target Q and of the running Q scale."""
 
-    # planning
     mpc: bool = True
     """Plan each decision; False acts from the policy prior."""
     iterations: int = 6
@@ -99,22 +110,28 @@ class TDMPC2Config:
     num_samples: int = 512
     """Candidate plans, policy trajectories included."""
     num_pi_trajs: int = 24
+    """Candidate plans that the policy prior proposes."""
     num_elites: int = 64
+    """Best candidates, to which an iteration refits."""
     min_std: float = 0.05
+    """Least standard deviation of the candidates."""
     max_std: float = 2.0
+    """Their standard deviation in the first iteration, and its bound."""
     temperature: float = 0.5
     """Multiplies the elites' value differences: larger is greedier."""
     env_batching: Literal["auto", "vmap", "map"] = "auto"
-    """Plan several environments as one batch or one after another; auto: in turn on CPU, where a batch leaves the cache."""
+    """Plan several environments as one batch or one after another. auto: in turn on CPU, where a batch leaves the
+    cache."""
 
-    # the task
     episode_length: int | None = None
     """Agent steps per episode where the environment does not tell; the discount and the seed phase follow from it."""
     discount_denom: float = 5.0
+    """The discount's horizon is this fraction of an episode: episode_length / discount_denom."""
     discount_min: float = 0.95
+    """Least discount."""
     discount_max: float = 0.995
+    """Greatest discount."""
 
-    # data
     buffer_size: int = 1_000_000
     """Transitions kept over all environments."""
     seed_steps: int | None = None

@@ -1,7 +1,7 @@
 """TD-MPC2's losses, in the order in which one update meets them. Each returns its intermediates.
 
-Differs from the paper (and follows the code behind its curves): the TD target bootstraps the *encoded* next observation,
-latent losses are means over dimensions, every sum over the horizon is divided by its length.
+Differs from the paper (and follows the code behind its curves): the TD target bootstraps the *encoded* next
+observation, latent losses are means over dimensions, every sum over the horizon is divided by its length.
 
 Time-major: H horizon, B batch, S observation, A action, L latent, K bins, M members of the Q ensemble.
 """
@@ -34,6 +34,8 @@ class Batch(NamedTuple):
 
 
 class Target(NamedTuple):
+    """What the predictions of one update are compared with."""
+
     next_z: jax.Array
     """[H, B, L]: encoded next observations."""
     value: jax.Array

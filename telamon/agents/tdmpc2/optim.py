@@ -15,6 +15,8 @@ WORLD_EPS, POLICY_EPS = 1e-8, 1e-5
 
 
 class OptimState(NamedTuple):
+    """State of both optimisers."""
+
     world: optax.ScaleByAdamState
     policy: optax.ScaleByAdamState
     stale_square: jax.Array
@@ -22,6 +24,7 @@ class OptimState(NamedTuple):
 
 
 def init(world: Params, pi: Params) -> OptimState:
+    """Zero moments."""
     return OptimState(_adam(WORLD_EPS).init(world), _adam(POLICY_EPS).init(pi), jnp.zeros(()))
 
 
@@ -30,6 +33,7 @@ def _adam(eps: float) -> optax.GradientTransformation:
 
 
 def square_norm(grads: Params) -> jax.Array:
+    """Sum of the squares of all entries, []."""
     return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
 
