@@ -27,7 +27,14 @@ class Episode(NamedTuple):
 def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
     """`act(params, carry, obs, is_first, key, tick)`, jitted with its draws inside: one dispatch per tick."""
 
-    def act(params: PyTree, carry: PyTree, obs: Mapping, is_first: jax.Array, key: jax.Array, tick: jax.Array):
+    def act(
+        params: PyTree,
+        carry: PyTree,
+        obs: Mapping[str, jax.Array],
+        is_first: jax.Array,
+        key: jax.Array,
+        tick: jax.Array,
+    ) -> tuple[jax.Array, PyTree, Mapping[str, jax.Array]]:
         noise = agent.draw_act_noise(jax.random.fold_in(key, tick), num_envs)
         return agent.act(params, carry, obs, is_first, noise, mode)
 
@@ -122,7 +129,7 @@ class Collector:
         leaves = {f"carry/{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._carry))}
         env = self._env.get_state() if self._step is not None else None
         return {
-            "tick": np.int64(self._tick),
+            "tick": np.asarray(self._tick),
             "total_reward": self._total_reward,
             "length": self._length,
             **leaves,
@@ -133,8 +140,8 @@ class Collector:
         """Continues from `get_state`. False: the environments could not be saved, so the episodes that were going on
         are abandoned and new ones begin (the carry is reset with them, by is_first)."""
         self._tick = int(state["tick"])
-        treedef = jax.tree.structure(self._carry)
-        self._carry = jax.tree.unflatten(treedef, [state[f"carry/{i}"] for i in range(treedef.num_leaves)])
+        leaves, treedef = jax.tree.flatten(self._carry)
+        self._carry = jax.tree.unflatten(treedef, [state[f"carry/{i}"] for i in range(len(leaves))])
         env = {k.removeprefix("env/"): v for k, v in state.items() if k.startswith("env/")}
         if env:
             self._total_reward, self._length = state["total_reward"].copy(), state["length"].copy()

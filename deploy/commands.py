@@ -35,7 +35,8 @@ Options = TypeVar("Options")
 
 def parse(kind: type[Options], name: str, args: Sequence[str], default: Options | None = None) -> Options:
     """Command-line arguments as a dataclass; prints help or what is wrong, and exits, by itself."""
-    return tyro.cli(kind, args=args, default=default, prog=f"telamon {name}", description=SUMMARIES[name])
+    text = {"prog": f"telamon {name}", "description": SUMMARIES[name]}
+    return tyro.cli(kind, args=args, **text) if default is None else tyro.cli(kind, args=args, default=default, **text)
 
 
 # train

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from telamon.agents.base import Agent, PyTree
+from telamon.data import Window
 
 
 class LearnerState(NamedTuple):
@@ -37,7 +38,9 @@ def make_update(agent: Agent) -> Any:
     not finite shows in its norm, which agents report.)
     """
 
-    def update(state: LearnerState, window: PyTree, key: jax.Array, index: jax.Array):
+    def update(
+        state: LearnerState, window: Window, key: jax.Array, index: jax.Array
+    ) -> tuple[LearnerState, Mapping[str, jax.Array], PyTree]:
         noise = agent.draw_update_noise(jax.random.fold_in(key, index))
         new, metrics, write_back = agent.update(state.train, window, noise)
         ok = jnp.isfinite(jnp.stack([jnp.asarray(v, jnp.float32) for v in metrics.values()])).all()

@@ -20,7 +20,8 @@ Mode = Literal["train", "eval"]
 class Agent(Protocol):
     """A world-model agent for one EnvSpec. Axes: E environments, B batch, T time."""
 
-    env: EnvSpec
+    @property
+    def env(self) -> EnvSpec: ...
 
     @property
     def row_spec(self) -> RowSpec:

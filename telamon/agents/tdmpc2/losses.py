@@ -99,10 +99,10 @@ def world_model_loss(
     horizon = batch.action.shape[0]
     rho = c.rho ** jnp.arange(horizon)
 
-    zs = [nets.encode(world, batch.obs[0])]
+    rollout = [nets.encode(world, batch.obs[0])]
     for t in range(horizon):
-        zs.append(nets.dynamics(world, zs[-1], batch.action[t]))
-    zs = jnp.stack(zs)
+        rollout.append(nets.dynamics(world, rollout[-1], batch.action[t]))
+    zs = jnp.stack(rollout)
 
     consistency = ((zs[1:] - target.next_z) ** 2).mean((1, 2))
     reward_logits = nets.reward(world, zs[:-1], batch.action)

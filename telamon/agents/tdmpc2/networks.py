@@ -63,7 +63,7 @@ class Networks:
         return params
 
     def _apply(self, params: Params, name: str, *inputs: jax.Array) -> jax.Array:
-        return self.modules[name].apply({"params": params[name]}, *inputs).astype(jnp.float32)
+        return jnp.asarray(self.modules[name].apply({"params": params[name]}, *inputs), jnp.float32)
 
     def encode(self, params: Params, obs: jax.Array) -> jax.Array:
         """Observations [..., S] -> latents [..., L]."""
@@ -88,15 +88,12 @@ class Networks:
 
     def q(self, members: Params, z: jax.Array, a: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Two-hot logits [M, ..., K] of M stacked members; with a key, each member has its own dropout mask."""
-        module, count = self.modules["q"], jax.tree.leaves(members)[0].shape[0]
-        logits = [
-            module.apply(
-                {"params": jax.tree.map(lambda x, m=m: x[m], members)}, z, a,
-                dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, m),
-            )
-            for m in range(count)
-        ]  # fmt: skip
-        return jnp.stack(logits).astype(jnp.float32)
+        logits = []
+        for m in range(jax.tree.leaves(members)[0].shape[0]):
+            member = {"params": jax.tree.map(lambda x, m=m: x[m], members)}
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, m)
+            logits.append(jnp.asarray(self.modules["q"].apply(member, z, a, dropout_key=key), jnp.float32))
+        return jnp.stack(logits)
 
     def q_pair(
         self, members: Params, pair: jax.Array, z: jax.Array, a: jax.Array, dropout_key: jax.Array | None = None

@@ -34,7 +34,7 @@ def _adam(eps: float) -> optax.GradientTransformation:
 
 def square_norm(grads: Params) -> jax.Array:
     """Sum of the squares of all entries, []."""
-    return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+    return jnp.asarray(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
 
 
 def clip_coefficient(norm: jax.Array, bound: float) -> jax.Array:
