@@ -51,6 +51,16 @@ class UpdateNoise(NamedTuple):
     """Key of the Q dropout, folded per call."""
 
 
+class Found(NamedTuple):
+    """What one update computed on its way; gradients are those before clipping."""
+
+    target: losses.Target
+    model: losses.WorldModel
+    grads: Params
+    policy: losses.Policy
+    pi_grads: Params
+
+
 class ActNoise(NamedTuple):
     """Every random draw of one tick of E environments."""
 
@@ -149,8 +159,11 @@ class TDMPC2:
 
     def init(self, key: jax.Array) -> TrainState:
         params = self.networks.init(key)
-        target = jax.tree.map(jnp.copy, params["q"])
-        return TrainState(params, target, optim.init(*split(params)), RunningScale(self.config.tau).init())
+        return self.start(params, jax.tree.map(jnp.copy, params["q"]))
+
+    def start(self, params: Params, target_q: Params) -> TrainState:
+        """Given parameters, imported ones for example, before their first update."""
+        return TrainState(params, target_q, optim.init(*split(params)), RunningScale(self.config.tau).init())
 
     def acting_params(self, state: TrainState) -> Params:
         return state.params
@@ -252,17 +265,23 @@ class TDMPC2:
     def update_from_batch(
         self, state: TrainState, batch: Batch, noise: UpdateNoise
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update, and scalars for the logs."""
+        return self.update_with_intermediates(state, batch, noise)[:2]
+
+    def update_with_intermediates(
+        self, state: TrainState, batch: Batch, noise: UpdateNoise
+    ) -> tuple[TrainState, dict[str, jax.Array], Found]:
         """One update: target, world model, policy (old latents, new Q), target EMA (new Q)."""
         world, pi = split(state.params)
-        _, (_, model), grads = self.losses(state, batch, noise)
+        target, (_, model), grads = self.losses(state, batch, noise)
         world, opt, grad_norm = optim.world_step(self.config, grads, state.optim, world)
 
         policy_key = _dropout_keys(noise.dropout)[2]
         grad = jax.value_and_grad(losses.policy_loss, has_aux=True)
-        (pi_loss, policy), grads = grad(
+        (pi_loss, policy), pi_grads = grad(
             pi, self.networks, world["q"], model.zs, state.scale, noise.pi_eps, noise.pi_pair, policy_key
         )
-        pi, opt, pi_grad_norm = optim.policy_step(self.config, grads, opt, pi)
+        pi, opt, pi_grad_norm = optim.policy_step(self.config, pi_grads, opt, pi)
 
         target_q = ema(state.target_q, world["q"], self.config.tau)
         metrics = {
@@ -275,7 +294,8 @@ class TDMPC2:
         }
         if model.termination_logits is not None:
             metrics |= losses.termination_statistics(model.termination_logits[-1], batch.terminated[-1])
-        return TrainState({**world, "pi": pi}, target_q, opt, policy.scale), metrics
+        state = TrainState({**world, "pi": pi}, target_q, opt, policy.scale)
+        return state, metrics, Found(target, model, grads, policy, pi_grads)
 
     def report(self, state: TrainState, window: Window, noise: UpdateNoise) -> dict[str, jax.Array]:
         """World-model losses without a change of state."""

@@ -120,18 +120,26 @@ def iterate(
     pair: jax.Array,
     dropout_key: jax.Array | None,
 ) -> Iteration:
-    """One MPPI iteration: draw, value, keep the elites, refit. The new std is around the new mean, clipped."""
-    c = nets.config
+    """One MPPI iteration: draw candidates around `mean`, value all plans, refit to the best."""
     drawn = jnp.clip(mean[:, None] + std[:, None] * candidates, -1, 1)
     actions = jnp.concatenate([pi_actions, drawn], 1)
     value = plan_value(nets, params, gamma, z, actions, terminal_eps, pair, dropout_key)
-    top, elites = jax.lax.top_k(value, c.num_elites)
-    score = jnp.exp(c.temperature * (top - top[0]))
+    return refit(nets.config, actions, value)
+
+
+def refit(config: TDMPC2Config, actions: jax.Array, value: jax.Array) -> Iteration:
+    """Elites of the plans `actions` [H, N, A] by `value` [N], and the mean and std of their weighted actions.
+
+    The std is around the new mean, and clipped.
+    """
+    top, elites = jax.lax.top_k(value, config.num_elites)
+    score = jnp.exp(config.temperature * (top - top[0]))
     score = score / score.sum()
     elite_actions, weight = actions[:, elites], score[None, :, None]
     mean = (weight * elite_actions).sum(1) / (score.sum() + 1e-9)
     variance = (weight * (elite_actions - mean[:, None]) ** 2).sum(1) / (score.sum() + 1e-9)
-    return Iteration(actions, value, elites, score, mean, jnp.clip(jnp.sqrt(variance), c.min_std, c.max_std))
+    std = jnp.clip(jnp.sqrt(variance), config.min_std, config.max_std)
+    return Iteration(actions, value, elites, score, mean, std)
 
 
 def draw_elite(score: jax.Array, draw: jax.Array) -> jax.Array:
