@@ -35,8 +35,10 @@ Options = TypeVar("Options")
 
 def parse(kind: type[Options], name: str, args: Sequence[str], default: Options | None = None) -> Options:
     """Command-line arguments as a dataclass; prints help or what is wrong, and exits, by itself."""
-    text = {"prog": f"telamon {name}", "description": SUMMARIES[name]}
-    return tyro.cli(kind, args=args, **text) if default is None else tyro.cli(kind, args=args, default=default, **text)
+    prog, description = f"telamon {name}", SUMMARIES[name]
+    if default is None:
+        return tyro.cli(kind, args=args, prog=prog, description=description)
+    return tyro.cli(kind, args=args, default=default, prog=prog, description=description)
 
 
 # train
