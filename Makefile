@@ -7,7 +7,7 @@
 #   make lint       what `make test` does before the tests
 #   make clean      removes .venv and what the tools cached; runs stay
 
-TRAIN ?= .venv/bin/telamon train tdmpc2 dmc:cartpole-swingup --preset 1
+TRAIN ?= .venv/bin/telamon train tdmpc2 dmc:cartpole-swingup --preset laptop --steps 30000 --eval.every 5000 --eval.episodes 1
 
 # The first of these that is a supported Python and can make a virtual environment.
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
