@@ -7,6 +7,8 @@ import os
 import sys
 from importlib import import_module
 
+from telamon.allocator import keep_freed_memory
+
 SUMMARIES = {
     "train": "Train an agent on one machine, in one process: telamon train tdmpc2 ENV [options]",
     "eval": "Evaluate the newest checkpoint of a run, with a video on request: telamon eval RUN",
@@ -31,6 +33,7 @@ def main() -> None:
     if name not in SUMMARIES:
         print(f"telamon: {name!r} is none of {', '.join(SUMMARIES)}", file=sys.stderr)
         sys.exit(2)
+    keep_freed_memory()
     try:
         sys.exit(getattr(import_module("deploy.commands"), name.replace("-", "_"))(rest))
     except (ValueError, RuntimeError, OSError, ImportError) as error:
