@@ -118,6 +118,16 @@ def load(
     return {(chunk.group, chunk.number): chunk for chunk in chunks}, body["state"]
 
 
+def names(directory: Path) -> list[str]:
+    """The marks in a folder, damaged ones included."""
+    return sorted(path.stem.removeprefix("mark-") for path in directory.glob("mark-*.json"))
+
+
+def capacity(directory: Path, name: str) -> int:
+    """Rows per environment of the rings that mark `name` was made of. Raises as `load` does."""
+    return _read_manifest(_manifest(directory, name))["spec"]["capacity"]
+
+
 def forget(directory: Path, name: str) -> None:
     """Drops mark `name` and the chunk files that no other mark lists. Raises FileNotFoundError for an unknown mark."""
     manifest = _manifest(directory, name)

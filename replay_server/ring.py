@@ -146,6 +146,18 @@ class Ring:
         slot = np.arange(self.tail[env], self.head[env]) % self.capacity
         return self._columns[name].take(self._place(np.array(env), slot), axis=0)
 
+    def enlarged(self, capacity: int) -> Ring:
+        """The same rows in new rings of a larger `capacity`."""
+        new = Ring(self.specs, self.num_envs, capacity)
+        new.head[:], new.tail[:] = self.head, self.tail
+        for env in range(self.num_envs):
+            slot = np.arange(self.tail[env], self.head[env]) % capacity
+            for name, column in new._columns.items():
+                column[new._place(np.array(env), slot)] = self.held(name, env)
+            for touched in new._touched.values():
+                touched[slot // new._chunk_slots] = True
+        return new
+
     # What persist.py needs: the same memory as numbered chunks.
 
     def touched(self) -> dict[str, np.ndarray]:

@@ -97,17 +97,21 @@ class Store:
         bytes when the disk does not take it; earlier marks are then untouched.
         """
         state = {"counters": self._counters, "generator": self._rng.bit_generator.state}
-        self._chunks = persist.save(self._marks(), name, self._ring, self._chunks, self._spec(), state)
+        self._chunks = persist.save(self._folder(), name, self._ring, self._chunks, self._spec(), state)
         self._ring.settle()
 
     def restore(self, name: str) -> None:
         """Returns to a mark; the present state stays as it is when the mark is refused.
 
+        A mark of smaller rings is taken into this table's; one of larger rings keeps them: no row is lost.
         The mark is read beside the present rows, so a store that has rows needs memory for both.
         Raises FileNotFoundError or ValueError naming what is missing, damaged or different.
         """
-        ring = Ring(self._row_spec.columns, self._ring.num_envs, self._ring.capacity)
-        chunks, state = persist.load(self._marks(), name, ring, self._spec())
+        capacity = persist.capacity(self._folder(), name)
+        ring = Ring(self._row_spec.columns, self._ring.num_envs, capacity)
+        chunks, state = persist.load(self._folder(), name, ring, {**self._spec(), "capacity": capacity})
+        if capacity < self._ring.capacity:
+            ring, chunks = ring.enlarged(self._ring.capacity), {}
         episodes = windows.Episodes(ring.num_envs, ring.capacity, windows.min_rows(self._window_spec))
         for env in range(ring.num_envs):
             episodes.rebuild(env, int(ring.tail[env]), ring.held("is_first", env), ring.held("is_last", env))
@@ -115,11 +119,15 @@ class Store:
         self._counters = state["counters"]
         self._rng.bit_generator.state = state["generator"]
 
+    def marks(self) -> list[str]:
+        """Names of all marks, damaged ones included."""
+        return persist.names(self._folder())
+
     def forget(self, name: str) -> None:
         """Drops a mark and the files that no other mark needs. Raises FileNotFoundError for an unknown mark."""
-        persist.forget(self._marks(), name)
+        persist.forget(self._folder(), name)
 
-    def _marks(self) -> Path:
+    def _folder(self) -> Path:
         if self._directory is None:
             raise ValueError("this replay was made without a directory, so it keeps no marks; give Store a directory")
         return self._directory

@@ -54,6 +54,10 @@ class Replay(Protocol):
         """Returns to a mark. Raises FileNotFoundError or ValueError naming what is missing or damaged."""
         ...
 
+    def marks(self) -> list[str]:
+        """Names of all marks, damaged ones included."""
+        ...
+
     def forget(self, name: str) -> None:
         """Drops a mark and the files that no other mark needs."""
         ...

@@ -207,11 +207,10 @@ def test_without_a_directory_there_are_no_marks(make):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"capacity": 300}, "capacity was 200 and is 300"),
         ({"num_envs": 32}, "num_envs was 64 and is 32"),
         (
-            {"window": EPISODES, "capacity": 300},
-            "capacity was 200 and is 300; window.closed_only was False and is True",
+            {"window": EPISODES, "num_envs": 32},
+            "num_envs was 64 and is 32; window.closed_only was False and is True",
         ),
     ],
 )
@@ -221,6 +220,49 @@ def test_a_mark_of_another_table_is_refused(make, changed, message):
     table.store.mark("now")
     with pytest.raises(ValueError, match=f"mark 'now' was made by another replay: {message}"):
         make(**changed).store.restore("now")
+
+
+@pytest.mark.parametrize("window", [EPISODES, CONTEXT])
+@pytest.mark.parametrize("ticks", [30, 130, 290])
+def test_a_mark_of_smaller_rings_goes_on_in_larger_ones(make, window, ticks):
+    table = make(window)
+    advance(table, ticks)
+    table.store.mark("small")
+    larger = restored(make, "small", table.flags, window=window, capacity=333)
+    assert larger.store.stats() == table.store.stats()
+    one, two = table.store.sample(64), larger.store.sample(64)
+    np.testing.assert_array_equal(one.obs["where"], two.obs["where"])
+    np.testing.assert_array_equal(one.first_row, two.first_row)
+
+    advance(larger, 40, seed=5)
+    window_of_larger = larger.store.sample(64)
+    larger.check(window_of_larger)
+    held = larger.store.stats().rows_held
+    lengths = [len(f) for f in larger.flags]
+    # nothing that the small rings held is lost, and what came since found room
+    assert held == sum(n - max(0, then - CAPACITY) for n, then in zip(lengths, map(len, table.flags), strict=True))
+    larger.store.mark("large")
+    assert same(larger, restored(make, "large", larger.flags, window=window, capacity=333))
+
+
+def test_a_mark_of_larger_rings_keeps_them(make):
+    table = make(capacity=300)
+    advance(table, 290)
+    table.store.mark("large")
+    smaller = restored(make, "large", table.flags, capacity=200)
+    smaller.capacity = 300
+    assert same(table, smaller)
+
+
+def test_marks_are_listed(make, tmp_path):
+    table = make()
+    assert table.store.marks() == []
+    for name in ("b", "a"):
+        table.store.mark(name)
+    truncate(tmp_path / "replay" / "mark-a.json")
+    assert table.store.marks() == ["a", "b"]
+    table.store.forget("a")
+    assert table.store.marks() == ["b"]
 
 
 def test_a_mark_of_other_rows_is_refused(make, row_spec, tmp_path):
