@@ -51,6 +51,8 @@ class BatchedEnv(Protocol):
     """The environment's own (low, high) per action element, to which [-1, 1] is mapped; None for integer actions."""
     active: int | None
     """The environment being stepped right now, for a watchdog to name; None between ticks or where all step at once."""
+    ticks: int
+    """Ticks so far, resets included: tells a watchdog an environment that hangs from one that is often busy."""
 
     def reset(self) -> Step:
         """Starts a new episode in every environment: rows with is_first."""

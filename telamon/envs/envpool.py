@@ -72,6 +72,7 @@ class EnvPool:
         self.num_envs = num_envs
         self.bounds = bounds
         self.active: int | None = None
+        self.ticks = 0
         self._pool = pool
         self._to_native = to_native
         self._guard = Guard(spec, num_envs, on_error)
@@ -124,6 +125,7 @@ class EnvPool:
                 self._guard.fault(i, 0 if rows.is_first[i] else int(self._guard.steps[i]) + 1, what, None)
                 self._restart(np.array([i]), rows)
         self._guard.count(rows)
+        self.ticks += 1
         self._last = rows.is_last
         return rows
 

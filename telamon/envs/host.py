@@ -79,6 +79,7 @@ class HostEnvs:
         self.num_envs = num_envs
         self.bounds = bounds
         self.active: int | None = None
+        self.ticks = 0
         self._make = make
         self._envs = [make(i, 0) for i in range(num_envs)]
         self._guard = Guard(spec, num_envs, on_error)
@@ -95,6 +96,7 @@ class HostEnvs:
 
     def _tick(self, action: np.ndarray, fresh: np.ndarray) -> Step:
         rows = blank(self.spec, self.num_envs)
+        self.ticks += 1
         for i in range(self.num_envs):
             self.active = i
             self._settle(i, self._attempt(i, None if fresh[i] else action[i], rows), rows)

@@ -188,6 +188,7 @@ class JaxEnvs:
         self.num_envs = num_envs
         self.bounds = pure.bounds
         self.active: int | None = None
+        self.ticks = 0
         self._guard = Guard(pure.spec, num_envs, on_error)
         self._keys = jnp.stack([stream(seed, Stream.ENV, i) for i in range(num_envs)])
         self._tick = 0
@@ -224,6 +225,7 @@ class JaxEnvs:
                 state, row = jax.tree.map(lambda all_, one, i=i: all_.at[i].set(one), (state, row), new)
             rows = self._to_host(row)
         self._guard.count(rows)
+        self.ticks += 1
         self._tick += 1
         self._state, self._row = state, rows
         return rows
