@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -16,8 +16,10 @@ from telamon.data import EnvSpec
 
 CONFIG_FILE = "config.yaml"
 
-SAFE_TO_CHANGE = {"steps", "log_every", "memory_limit", "max_skipped", "eval", "checkpoint", "env.timeout"}
-"""Keys (or whole groups) that a resumed run may change: they touch neither the data nor an update."""
+SAFE_TO_CHANGE = {
+    "steps", "log_every", "memory_limit", "max_skipped", "eval", "checkpoint", "env.timeout", "env.on_error"
+}  # fmt: skip
+"""Keys (or whole groups) that a resumed run may change: they touch neither an update nor the data of a sound run."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """Checkpoints, from which a run is resumed and a trained agent is loaded."""
+
     every: int = 5_000
     """Environment steps between checkpoints; one more is written at the end and on Ctrl-C."""
     keep: int = 2
@@ -64,6 +68,7 @@ class RunConfig:
     steps: int = 1_000_000
     """Environment steps (agent steps times action repeat)."""
     seed: int = 1
+    """Every random draw of the run follows from it."""
     log_every: int = 1_000
     """Environment steps between lines of losses in metrics.jsonl."""
     memory_limit: float | None = None
@@ -108,7 +113,10 @@ def default_run_dir(config: RunConfig) -> Path:
 
 
 def save(config: RunConfig, run_dir: Path) -> None:
-    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    """Writes config.yaml, complete or not at all."""
+    temporary = run_dir / f".{CONFIG_FILE}"
+    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    temporary.replace(run_dir / CONFIG_FILE)
 
 
 def load(run_dir: Path) -> RunConfig:
@@ -116,16 +124,29 @@ def load(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{run_dir} is no run directory: it holds no {CONFIG_FILE}")
-    return _build(RunConfig, yaml.safe_load(path.read_text()), path)
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    return _build(RunConfig, values, "", path)
 
 
-def _build(kind: type, values: Mapping[str, Any], path: Path) -> Any:
-    known = {f.name for f in fields(kind)}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"{path} has keys that this version does not know: {', '.join(unknown)}")
+def _build(kind: type, values: Any, prefix: str, path: Path) -> Any:
+    """A dataclass from what YAML gave for it. `prefix`: the group it is, with its dot."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} is damaged: {prefix.rstrip('.') or 'it'} holds {values!r} where keys are expected")
+    if unknown := sorted(set(values) - {f.name for f in fields(kind)}):
+        raise ValueError(f"{path} has keys that this version does not know: {_listed(prefix, unknown)}")
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [name for name in required if name not in values]:
+        raise ValueError(f"{path} lacks keys without a default: {_listed(prefix, missing)}")
     hints = get_type_hints(kind)
-    built = {k: _build(hints[k], v, path) if is_dataclass(hints[k]) else v for k, v in values.items()}
+    built = {k: _build(hints[k], v, f"{prefix}{k}.", path) if is_dataclass(hints[k]) else v for k, v in values.items()}
     return kind(**built)
+
+
+def _listed(prefix: str, names: list[str]) -> str:
+    return ", ".join(f"{prefix}{name}" for name in names)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
