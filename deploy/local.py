@@ -13,9 +13,10 @@ import os
 import platform
 import signal
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from actors.collector import Collector, Episode, jit_act
-from actors.evaluate import evaluate
+from actors.evaluate import Stopped, evaluate
 from actors.watchdog import watch
 from deploy import config as configs
 from deploy.config import RunConfig, make_agent
@@ -43,8 +44,6 @@ from telamon.telemetry.writer import MetricsWriter
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-SYNC_EVERY = 10
-"""Updates of a burst between two looks at the device: few enough that Ctrl-C is answered at once."""
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -52,51 +51,62 @@ class NonFiniteUpdate(RuntimeError):
 
 
 def build_env(config: RunConfig, num_envs: int, seed: int) -> BatchedEnv:
-    return make_env(
-        config.task, num_envs, seed, action_repeat=config.env.action_repeat, on_error=config.env.on_error
-    )
+    """`num_envs` of the run's environments. Raises EnvError."""
+    return make_env(config.task, num_envs, seed, action_repeat=config.env.action_repeat, on_error=config.env.on_error)
 
 
 def capacity(config: RunConfig, agent: Agent) -> int:
     """Rows per environment: what the agent's preset keeps, or what the whole run can give, if that is less."""
     transitions = math.ceil(config.steps / agent.env.action_repeat / config.env.num)
     longest = agent.env.episode_length
-    run = transitions * 2 if longest is None else transitions + math.ceil(transitions / longest) + 1
+    # an episode has at least one transition, and one row more than transitions
+    shortest = 1 if longest is None or agent.learns_terminations else longest
+    run = transitions + math.ceil(transitions / shortest) + 1
     return min(agent.capacity(config.env.num), max(run, agent.window_spec.length))
 
 
 def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
     """Predicted bytes: the full replay table, and parameters with targets and optimiser.
 
-    Raises ValueError with the largest capacity that would fit, where they exceed the limit.
+    Raises ValueError with the largest buffer that would fit, where they exceed the limit.
     """
+
+    def table(buffer_size: int) -> int:
+        smaller = replace(config, agent=replace(config.agent, buffer_size=buffer_size))
+        return table_bytes(agent.row_spec, config.env.num, capacity(smaller, make_agent(smaller, agent.env)))
+
     state = jax.eval_shape(agent.init, jax.random.key(0))
-    rows = capacity(config, agent)
     predicted = {
-        "replay": table_bytes(agent.row_spec, config.env.num, rows),
+        "replay": table(config.agent.buffer_size),
         "train state": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
     }
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = 0.8 * machine if config.memory_limit is None else config.memory_limit * GIB
     if sum(predicted.values()) > limit:
-        fits = max(0, int((limit - predicted["train state"]) / agent.row_spec.nbytes / config.env.num))
+        fits = bisect_right(range(1, config.agent.buffer_size), limit - predicted["train state"], key=table)
+        way_out = f"agent.buffer_size={fits} is the largest that fits" if fits else "no agent.buffer_size fits"
         raise ValueError(
-            f"replay of {rows:,} rows x {config.env.num} environments needs {predicted['replay'] / GIB:.2f} GiB beside "
-            f"{predicted['train state'] / GIB:.2f} GiB of train state, above the limit of {limit / GIB:.2f} GiB; "
-            f"{fits:,} rows per environment would fit: lower agent.buffer_size or raise memory_limit"
+            f"a replay of {predicted['replay'] / GIB:.3g} GiB beside {predicted['train state'] / GIB:.3g} GiB of "
+            f"parameters and optimiser exceeds the limit of {limit / GIB:.3g} GiB; {way_out}, or raise memory_limit"
         )
     return predicted
 
 
 @dataclass
 class Progress:
-    """The loop's own counters beside `Counters`."""
+    """Where the loop last did what it does every so many environment steps, in environment steps."""
 
-    evaluations: int = 0
+    evaluated: int | None = None
+    """None before the first evaluation, which is due at once."""
     logged: int = 0
-    """Environment steps at the last line of losses, in units of log_every."""
-    checkpoints: int = 0
-    """Environment steps at the last checkpoint, in units of checkpoint.every."""
+    """The last line of losses."""
+    saved: int = 0
+    """The last checkpoint."""
+
+    def due(self, name: str, every: int, now: int) -> bool:
+        """Whether a multiple of `every` was passed since."""
+        last: int | None = getattr(self, name)
+        return last is None or now // every > last // every
 
 
 class Run:
@@ -116,28 +126,30 @@ class Run:
         self._eval_act = jit_act(agent, config.eval.episodes, "eval")
         self._update_key = stream(config.seed, Stream.UPDATE)
         self.metrics: Mapping[str, Any] = {}
+        """Of the last update."""
         self.metrics_length = 0
+        self._checkpoint: str | None = None
+        """The one that holds the present state, or did until something changed."""
 
     @property
     def env_steps(self) -> int:
         return self.counters.transitions * self.agent.env.action_repeat
 
     def updates_due(self) -> int:
+        """By the schedule, and none while nothing can be sampled: the first episode may be longer than announced."""
         done = {"rows": self.counters.rows, "transitions": self.counters.transitions}
-        return self.schedule.due(done[self.schedule.counter]) - self.counters.updates
+        due = self.schedule.due(done[self.schedule.counter]) - self.counters.updates
+        return due if due <= 0 or self.replay.can_sample() else 0
 
     # the three things a turn can be
 
     def update(self) -> None:
-        """One gradient step."""
+        """One gradient step. Raises NonFiniteUpdate after too many in a row that were skipped."""
         window = self.replay.sample(self.agent.batch_size)
         index = np.uint32(self.counters.updates)
         self.state, self.metrics, _ = self._update(self.state, window, self._update_key, index)
         self.counters.updates += 1
-        if self.updates_due() == 0 or self.counters.updates % SYNC_EVERY == 0:
-            self._check_finite()
-
-    def _check_finite(self) -> None:
+        # waits for the device, so that Ctrl-C is answered at once in the middle of a burst too
         streak = int(self.state.streak)
         if streak > 0:
             self.counters.skipped = int(self.state.skipped)
@@ -150,20 +162,25 @@ class Run:
                 )
 
     def evaluation_due(self) -> bool:
+        """Every `eval.every` environment steps, from step 0 on."""
         every = self.config.eval.every
-        return every > 0 and self.env_steps >= self.progress.evaluations * every
+        return every > 0 and self.progress.due("evaluated", every, self.env_steps)
 
-    def evaluate(self) -> dict[str, float]:
-        """Fresh environments and keys by the evaluation's number: nothing of the training run is touched."""
-        index, seed = self.progress.evaluations, self.config.seed
-        env_seed = int(generator(seed, Stream.EVAL, index).integers(2**31))
-        env = build_env(self.config, self.config.eval.episodes, env_seed)
-        try:
+    def evaluate(self, stopped: Callable[[], bool]) -> dict[str, float]:
+        """Fresh environments, and keys by the environment step: nothing of the training run is touched.
+
+        Raises Stopped once `stopped()`.
+        """
+        config, index = self.config, self.env_steps
+        env_seed = int(generator(config.seed, Stream.EVAL, index).integers(2**31))
+        with ExitStack() as stack:
+            env = build_env(config, config.eval.episodes, env_seed)
+            stack.callback(env.close)
+            stack.enter_context(watch(env, config.env.timeout))
             params = self.agent.acting_params(self.state.train)
-            found = evaluate(self.agent, self._eval_act, params, env, stream(seed, Stream.EVAL, index))
-        finally:
-            env.close()
-        self.progress.evaluations = self.env_steps // self.config.eval.every + 1
+            key = stream(config.seed, Stream.EVAL, index)
+            found = evaluate(self.agent, self._eval_act, params, env, key, stopped=stopped)
+        self.progress.evaluated = self.env_steps
         return {
             "eval/return": float(found.total_reward.mean()),
             "eval/return_min": float(found.total_reward.min()),
@@ -172,16 +189,21 @@ class Run:
         }
 
     def tick(self) -> list[Episode]:
+        """One row of every environment; returns the episodes that ended."""
         params = self.agent.acting_params(self.state.train) if self.counters.updates else None
         return self.collector.tick(params)
 
     # checkpoints
 
-    def save(self) -> Path:
-        """Writes a checkpoint, then drops those beyond `checkpoint.keep`."""
+    def save(self) -> None:
+        """Writes a checkpoint, then drops those beyond `checkpoint.keep`. Nothing where the present one is saved."""
         directory = self.run_dir / "checkpoints"
-        name = f"{self.counters.transitions:012d}-{self.counters.updates:012d}"
+        # By what changes with every turn that changes anything, so that two states never share a name.
+        name = f"{self.counters.rows:012d}-{self.counters.updates:012d}"
+        if name == self._checkpoint:
+            return
         self.replay.mark(name)
+        arrays = {**self.collector.get_state(), **{f"metrics/{k}": np.asarray(v) for k, v in self.metrics.items()}}
         meta = {
             "counters": self.counters.as_dict(),
             "progress": asdict(self.progress),
@@ -190,12 +212,15 @@ class Run:
             "env_spec": asdict(self.agent.env),
             "versions": versions(),
         }
-        path = checkpoint.save(directory, name, self.state, self.collector.get_state(), meta)
-        for old in checkpoint.names(directory)[self.config.checkpoint.keep :]:
+        path = checkpoint.save(directory, name, self.state, arrays, meta)
+        self._checkpoint = name
+        # names sort by progress: what lies ahead is damaged, or this run would have started from there
+        kept = [n for n in checkpoint.names(directory) if n <= name][: self.config.checkpoint.keep]
+        for old in set(checkpoint.names(directory)) - set(kept):
             checkpoint.remove(directory, old)
-            self.replay.forget(old)
+        for mark in set(self.replay.marks()) - set(kept):
+            self.replay.forget(mark)
         log.info("event=checkpoint path=%s updates=%d", path, self.counters.updates)
-        return path
 
     def restore(self) -> str | None:
         """Continues from the newest checkpoint that is whole; returns its name, None where there is none.
@@ -211,11 +236,12 @@ class Run:
             except (ValueError, OSError) as error:
                 log.warning("event=checkpoint_damaged name=%s error=%s", name, error)
                 continue
-            self.state = found.state
+            self._checkpoint, self.state = name, found.state
             for f in fields(self.counters):
                 setattr(self.counters, f.name, found.meta["counters"][f.name])
             self.progress = Progress(**found.meta["progress"])
             self.metrics_length = found.meta["metrics_length"]
+            self.metrics = {k.removeprefix("metrics/"): v for k, v in found.arrays.items() if k.startswith("metrics/")}
             if not self.collector.set_state(found.arrays):
                 log.warning(
                     "event=episodes_abandoned env=%s reason=%s",
@@ -259,9 +285,13 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
         elif run.evaluation_due():
             status("evaluate", f"evaluating {config.eval.episodes} episodes")
             started = time.monotonic()
-            write({**run.evaluate(), "time/evaluation_seconds": time.monotonic() - started})
-        elif run.env_steps // config.log_every > run.progress.logged and run.metrics:
-            run.progress.logged = run.env_steps // config.log_every
+            try:
+                found = run.evaluate(stopped)
+            except Stopped:
+                continue
+            write({**found, "time/evaluation_seconds": time.monotonic() - started})
+        elif run.metrics and run.progress.due("logged", config.log_every, run.env_steps):
+            run.progress.logged = run.env_steps
             now = time.monotonic()
             seconds = max(now - rate[0], 1e-9)
             speed = {
@@ -270,8 +300,8 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
             }
             rate = now, run.env_steps, run.counters.updates
             write({**named(run.metrics), **counts(run), **speed})
-        elif run.env_steps // config.checkpoint.every > run.progress.checkpoints:
-            run.progress.checkpoints = run.env_steps // config.checkpoint.every
+        elif run.progress.due("saved", config.checkpoint.every, run.env_steps):
+            run.progress.saved = run.env_steps
             run.metrics_length = writer.length
             run.save()
         elif run.env_steps >= config.steps:
@@ -289,6 +319,7 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def counts(run: Run) -> dict[str, float]:
+    """What the run has done and what its replay holds."""
     stats, counters = run.replay.stats(), run.counters
     return {
         "counters/rows": counters.rows,
@@ -319,19 +350,15 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def open_run_dir(config: RunConfig, run_dir: Path, resume: bool) -> None:
+def check_run_dir(config: RunConfig, run_dir: Path, resume: bool) -> None:
     """Refuses what would lose or mix data. Raises ValueError or FileNotFoundError with one sentence."""
     exists = (run_dir / configs.CONFIG_FILE).exists()
     if exists and not resume:
         raise ValueError(f"{run_dir} already holds a run; add --resume to continue it, or --run-dir for another")
     if resume and not exists:
         raise FileNotFoundError(f"{run_dir} holds no run to resume (no {configs.CONFIG_FILE}); leave --resume away")
-    if resume:
-        if differing := configs.differing_keys(configs.load(run_dir), config):
-            raise ValueError(f"{run_dir} was started with another config; differing keys: {', '.join(differing)}")
-    else:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        configs.save(config, run_dir)
+    if resume and (differing := configs.differing_keys(configs.load(run_dir), config)):
+        raise ValueError(f"{run_dir} was started with another config; differing keys: {', '.join(differing)}")
 
 
 def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> int:
@@ -339,12 +366,14 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
 
     Raises ValueError, EnvError, OSError or NonFiniteUpdate with one sentence.
     """
+    check_run_dir(config, run_dir, resume)
     with ExitStack() as stack:
         env = build_env(config, config.env.num, config.seed)
         stack.callback(env.close)
         agent = make_agent(config, env.spec)
         predicted = memory(config, agent)
-        open_run_dir(config, run_dir, resume)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        configs.save(config, run_dir)
         setup_logging(run_dir)
         log.info("event=start config=%s versions=%s", json.dumps(asdict(config)), json.dumps(versions()))
         console.print(
@@ -369,5 +398,6 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         log.info("event=stop finished=%s env_steps=%d updates=%d", finished, run.env_steps, run.counters.updates)
     if finished:
         return 0
-    console.print(f"stopped at {run.env_steps:,} env steps; repeat the command with --resume to continue", highlight=False)
+    text = f"stopped at {run.env_steps:,} env steps; repeat the command with --resume to continue"
+    console.print(text, highlight=False, soft_wrap=True)
     return 130

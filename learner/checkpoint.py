@@ -1,8 +1,8 @@
 """Checkpoints on disk: a directory each, complete or absent.
 
 `CHECKPOINTS/NAME/` holds `state/` (Orbax: the train state), `loop.npz` (arrays of the loop) and `meta.json` (the rest,
-and a checksum of every other file). It is written under a temporary name and renamed, so a kill at any moment leaves
-either the whole checkpoint or a directory that nothing trusts. No pickles.
+and a checksum of every other file). It is written and removed under a temporary name, so a kill at any moment leaves
+either the whole checkpoint or a directory that nothing trusts and the next `save` clears away. No pickles.
 """
 
 from __future__ import annotations
@@ -22,22 +22,27 @@ import orbax.checkpoint as ocp
 
 log = logging.getLogger(__name__)
 
-TEMPORARY = ".writing-"
+TEMPORARY = ".partial-"
+"""Prefix of a directory that is being written or removed."""
 
 
 class Checkpoint(NamedTuple):
+    """What `save` was given, read back."""
+
     state: Any
     """The pytree that was saved, on the default device."""
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
 
 
-def save(
-    directory: Path, name: str, state: Any, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
-) -> Path:
-    """Writes `directory`/`name`; raises OSError naming the path when the disk does not take it."""
+def save(directory: Path, name: str, state: Any, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
+    """Writes `directory`/`name`, in place of what has that name, and clears away what a kill left half done.
+
+    Raises OSError naming the path when the disk does not take it.
+    """
     target, temporary = directory / name, directory / f"{TEMPORARY}{name}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for partial in directory.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(partial)
     temporary.mkdir(parents=True)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -45,9 +50,10 @@ def save(
         np.savez(temporary / "loop.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes **kwds for allow_pickle
         sums = {str(f.relative_to(temporary)): _checksum(f) for f in _files(temporary)}
         (temporary / "meta.json").write_text(json.dumps({**meta, "checksums": sums}, indent=1))
-        for file in _files(temporary):
-            _sync(file)
-        shutil.rmtree(target, ignore_errors=True)
+        for path in (temporary, *temporary.rglob("*")):
+            _sync(path)
+        if target.exists():
+            remove(directory, name)
         temporary.rename(target)
         _sync(directory)
     except OSError as error:
@@ -77,23 +83,29 @@ def load(directory: Path, name: str, like: Any) -> Checkpoint:
 
 
 def read_meta(directory: Path, name: str) -> dict[str, Any]:
-    """meta.json of a checkpoint. Raises ValueError where it is missing or not JSON."""
+    """meta.json of a checkpoint. Raises ValueError where it is missing or not as it was written."""
     path = directory / name / "meta.json"
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        meta = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError) as error:  # a ValueError is bad JSON or bad UTF-8
         raise ValueError(f"{path} is missing or damaged: {error}") from error
+    if not isinstance(meta, dict) or "checksums" not in meta:
+        raise ValueError(f"{path} is damaged: it lists no checksums")
+    return meta
 
 
 def names(directory: Path) -> list[str]:
     """Complete checkpoints, newest first (names sort by age)."""
     if not directory.is_dir():
         return []
-    return sorted((p.name for p in directory.iterdir() if not p.name.startswith(TEMPORARY)), reverse=True)
+    return sorted((p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith(".")), reverse=True)
 
 
 def remove(directory: Path, name: str) -> None:
-    shutil.rmtree(directory / name)
+    """Removes a checkpoint, as a whole from the first moment on."""
+    doomed = directory / f"{TEMPORARY}removed-{name}"
+    (directory / name).rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _files(path: Path) -> Iterator[Path]:
