@@ -34,7 +34,7 @@ class TwoHot:
     """A scalar y as weights on the two bins that enclose it."""
 
     bins: tuple[float, ...]
-    """Sorted, odd in number, mirrored around an exact 0; in the space in which weights interpolate."""
+    """Sorted and mirrored around their middle, at DreamerV3's an exact 0; in the space in which weights interpolate."""
     transform: Literal["identity", "symlog"]
     """Applied to targets before they are encoded; its inverse is applied after the expectation."""
     step: float | None = None
@@ -42,8 +42,15 @@ class TwoHot:
     TD-MPC2 reference, instead of by comparison with every bin."""
 
     def __post_init__(self) -> None:
-        if len(self.bins) < 3 or len(self.bins) % 2 == 0:
-            raise ValueError(f"two-hot needs an odd number of bins, 3 or more, got {len(self.bins)}; change num_bins")
+        if len(self.bins) < 2:
+            raise ValueError(f"two-hot needs 2 bins or more, got {len(self.bins)}; raise num_bins")
+        bins = np.asarray(self.bins)
+        if np.abs(bins + bins[::-1] - 2 * self.middle).max() > 1e-6 * (bins[-1] - bins[0]):
+            raise ValueError(f"two-hot bins must be mirrored around their middle {self.middle}, got {self.bins}")
+
+    @property
+    def middle(self) -> float:
+        return 0.5 * (self.bins[0] + self.bins[-1])
 
     def encode(self, y: jax.Array) -> jax.Array:
         """Targets [...] -> weights [..., K], float32, summing to 1. Beyond the edge bins all weight is on the edge."""
@@ -56,21 +63,22 @@ class TwoHot:
             upper, below = at - below, below.astype(jnp.int32)
         else:
             y = jnp.clip(y, bins[0], bins[-1])
-            below = jnp.clip((bins <= y[..., None]).sum(-1) - 1, 0, last - 1)
+            below = jnp.clip((_along_last(bins, y[..., None]) <= y[..., None]).sum(-1) - 1, 0, last - 1)
             upper = 1 - (bins[below + 1] - y) / (bins[below + 1] - bins[below])
-        k, below, upper = jnp.arange(last + 1), below[..., None], upper[..., None]
+        below, upper = below[..., None], upper[..., None]
+        k = _along_last(jnp.arange(last + 1), below)
         return jnp.where(k == below, 1 - upper, 0.0) + jnp.where(k == below + 1, upper, 0.0)
 
     def decode(self, logits: jax.Array) -> jax.Array:
-        """Logits [..., K] -> expected scalar [...], float32. Exactly 0 for uniform logits, also under jit.
+        """Logits [..., K] -> expected scalar [...], float32. Bins around 0 give exactly 0 for uniform logits, also in jit.
 
         The expectation is summed as differences of mirror pairs, (p_j - p_i) b_j with b_i = -b_j: equal
         probabilities cancel before they meet a large bin, in whatever order the compiler adds.
         """
         p = jax.nn.softmax(logits.astype(jnp.float32), -1)
         half = len(self.bins) // 2
-        upper = jnp.asarray(self.bins[half + 1 :], jnp.float32)
-        mean = ((p[..., half + 1 :] - p[..., half - 1 :: -1]) * upper).sum(-1)
+        upper = jnp.asarray(self.bins[-half:], jnp.float32) - self.middle
+        mean = self.middle + ((p[..., -half:] - p[..., half - 1 :: -1]) * _along_last(upper, p)).sum(-1)
         return symexp(mean) if self.transform == "symlog" else mean
 
     def cross_entropy(self, logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -79,20 +87,22 @@ class TwoHot:
         return -(target * jax.nn.log_softmax(logits.astype(jnp.float32), -1)).sum(-1)
 
 
-def _mirrored(lower: np.ndarray) -> tuple[float, ...]:
-    """Bins from their non-positive half (which ends in 0), exactly antisymmetric."""
-    return tuple(float(b) for b in np.concatenate([lower, -lower[:-1][::-1]]))
-
-
 def dreamer_two_hot(num_bins: int = 255, limit: float = 20.0) -> TwoHot:
-    """DreamerV3: bins at symexp of an even grid, interpolated in raw space."""
+    """DreamerV3: bins at symexp of an even grid, interpolated in raw space. `num_bins` is odd."""
     grid = np.linspace(-limit, 0, (num_bins + 1) // 2, dtype=np.float32)
-    return TwoHot(_mirrored(np.sign(grid) * np.expm1(np.abs(grid))), "identity")
+    lower = np.sign(grid) * np.expm1(np.abs(grid))
+    return TwoHot(tuple(float(b) for b in np.concatenate([lower, -lower[:-1][::-1]])), "identity")
 
 
 def tdmpc2_two_hot(num_bins: int = 101, vmin: float = -10.0, vmax: float = 10.0) -> TwoHot:
-    """TD-MPC2: an even grid in symlog space. Raises ValueError unless vmin = -vmax."""
-    if vmin != -vmax:
-        raise ValueError(f"two-hot bins are mirrored around 0: vmin={vmin} must be -vmax={-vmax}")
-    grid = np.linspace(vmin, 0, (num_bins + 1) // 2, dtype=np.float32)
-    return TwoHot(_mirrored(grid), "symlog", step=(vmax - vmin) / (num_bins - 1))
+    """TD-MPC2: an even grid in symlog space, computed from its middle so that it is exactly mirrored."""
+    if num_bins < 2 or not vmin < vmax:
+        raise ValueError(f"two-hot needs num_bins={num_bins} of 2 or more and vmin={vmin} below vmax={vmax}")
+    step = (vmax - vmin) / (num_bins - 1)
+    grid = 0.5 * (vmin + vmax) + step * (np.arange(num_bins) - 0.5 * (num_bins - 1))
+    return TwoHot(tuple(float(b) for b in grid.astype(np.float32)), "symlog", step)
+
+
+def _along_last(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x [K] with as many leading axes of 1 as `like` [..., K] has: broadcasting is written out."""
+    return jnp.expand_dims(x, tuple(range(like.ndim - 1)))

@@ -86,7 +86,8 @@ class Linear(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (self.units,))
         rows = jnp.split(kernel.astype(self.dtype), np.cumsum(widths)[:-1])
         products = [x.astype(self.dtype) @ w for x, w in zip(inputs, rows, strict=True)]
-        return sum(products[1:], products[0]) + bias.astype(self.dtype)
+        product = sum(products[1:], products[0])
+        return product + jnp.expand_dims(bias.astype(self.dtype), tuple(range(product.ndim - 1)))
 
 
 def norm_layer(kind: Literal["rms", "layer"], eps: float, dtype: jnp.dtype) -> nn.Module:

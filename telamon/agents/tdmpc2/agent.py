@@ -146,7 +146,8 @@ class TDMPC2:
 
         S = max(1000, 5 episodes), and with many environments never before their first round of episodes has closed.
         """
-        seed = self.config.seed_steps or max(1000, 5 * self.episode_length)
+        given = self.config.seed_steps
+        seed = max(1000, 5 * self.episode_length) if given is None else given
         rounds = num_envs * math.ceil(max(seed, num_envs * self.episode_length) / num_envs)
         return Schedule("transitions", start=rounds, lead=num_envs)
 

@@ -63,9 +63,9 @@ class TDMPC2Config:
     dropout: float = 0.01
     """In the first layer of each Q member."""
     num_bins: int = 101
-    """Two-hot bins of reward and value; odd."""
+    """Two-hot bins of reward and value."""
     vmin: float = -10.0
-    """Lowest two-hot bin, in symlog space; -vmax."""
+    """Lowest two-hot bin, in symlog space."""
     vmax: float = 10.0
     """Highest two-hot bin, in symlog space."""
     log_std_min: float = -10.0
@@ -140,24 +140,44 @@ class TDMPC2Config:
     """Train on each episode's last window; False reproduces the early code, which never did."""
 
     def __post_init__(self) -> None:
-        positive = ("enc_dim mlp_dim latent_dim num_enc_layers simnorm_dim num_bins batch_size horizon iterations "
-                    "num_samples num_elites buffer_size lr grad_clip_norm").split()  # fmt: skip
+        choices = {"recipe": tuple(RECIPES), "dtype": ("float32", "bfloat16"), "env_batching": ("auto", "vmap", "map")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"agent.{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
+        positive = (
+            "enc_dim mlp_dim latent_dim num_enc_layers simnorm_dim batch_size horizon rho lr enc_lr_scale grad_clip_norm "
+            "iterations num_samples num_elites discount_denom buffer_size"
+        ).split()
         for name in positive:
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"agent.{name}={getattr(self, name)} must be above 0")
-        if self.num_q < 2:
-            raise ValueError(f"agent.num_q={self.num_q}: targets take the smaller of two members, so 2 is the least")
-        if self.latent_dim % self.simnorm_dim:
-            raise ValueError(
-                f"agent.latent_dim={self.latent_dim} is no multiple of agent.simnorm_dim={self.simnorm_dim}, "
-                "the size of its softmax groups"
-            )
-        if not 0 <= self.num_pi_trajs <= self.num_samples:
-            raise ValueError(f"agent.num_pi_trajs={self.num_pi_trajs} must lie in 0..num_samples={self.num_samples}")
-        if self.num_elites > self.num_samples:
-            raise ValueError(f"agent.num_elites={self.num_elites} exceeds agent.num_samples={self.num_samples}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"agent.dropout={self.dropout} must lie in [0, 1)")
+        for holds, broken in (
+            (self.num_q >= 2, f"agent.num_q={self.num_q} must be 2 or more: targets take the smaller of two members"),
+            (self.num_bins >= 2, f"agent.num_bins={self.num_bins} must be 2 or more"),
+            (self.vmin < self.vmax, f"agent.vmin={self.vmin} must be below agent.vmax={self.vmax}"),
+            (self.latent_dim % self.simnorm_dim == 0,
+             f"agent.latent_dim={self.latent_dim} must be a multiple of agent.simnorm_dim={self.simnorm_dim}, "
+             "the size of its softmax groups"),
+            (0 <= self.dropout < 1, f"agent.dropout={self.dropout} must lie in [0, 1)"),
+            (self.log_std_min < self.log_std_max,
+             f"agent.log_std_min={self.log_std_min} must be below agent.log_std_max={self.log_std_max}"),
+            (0 < self.tau <= 1, f"agent.tau={self.tau} must lie in (0, 1]"),
+            (0 <= self.num_pi_trajs <= self.num_samples,
+             f"agent.num_pi_trajs={self.num_pi_trajs} must lie in 0..agent.num_samples={self.num_samples}"),
+            (self.num_elites <= self.num_samples,
+             f"agent.num_elites={self.num_elites} must not exceed agent.num_samples={self.num_samples}"),
+            (0 <= self.min_std <= self.max_std,
+             f"agent.min_std={self.min_std} must lie in [0, agent.max_std={self.max_std}]"),
+            (self.temperature >= 0, f"agent.temperature={self.temperature} must not be negative"),
+            (self.episode_length is None or self.episode_length > 0,
+             f"agent.episode_length={self.episode_length} must be above 0"),
+            (0 <= self.discount_min <= self.discount_max <= 1,
+             f"agent.discount_min={self.discount_min} and agent.discount_max={self.discount_max} must rise within 0..1"),
+            (self.seed_steps is None or self.seed_steps >= 0,
+             f"agent.seed_steps={self.seed_steps} must not be negative"),
+        ):  # fmt: skip
+            if not holds:
+                raise ValueError(broken)
 
 
 def discount(episode_length: int, denom: float = 5.0, low: float = 0.95, high: float = 0.995) -> float:
