@@ -62,11 +62,11 @@ def _span(low: np.ndarray, high: np.ndarray) -> str:
 
 
 def to_bounds(action: Any, low: Any, high: Any) -> Any:
-    """Maps agent units to the environment's: [-1, 1] -> [low, high], clipped before and after. numpy or JAX arrays.
+    """Maps agent units to the environment's: [-1, 1] -> [low, high], clipped to these. numpy or JAX arrays.
 
     Exact where the bounds are [-1, 1]: the midpoint is 0 and the half-range 1.
     """
-    return ((low + high) / 2 + (high - low) / 2 * action.clip(-1, 1)).clip(low, high)
+    return ((low + high) / 2 + (high - low) / 2 * action).clip(low, high)
 
 
 def check_action(spec: EnvSpec, num_envs: int, action: np.ndarray) -> None:

@@ -134,10 +134,7 @@ class DMControl:
             array[...] = state.get(f"model/{name}", self._reference[name])
         physics = self._env.physics
         physics.set_state(state["physics"], sig=_STATE)
-        # Recomputes what follows from the state (or the next step diverges); it also replaces the solver's warm start,
-        # which is part of the state.
-        mujoco.mj_forward(physics.model.ptr, physics.data.ptr)
-        physics.set_state(state["physics"], sig=_STATE)
+        mujoco.mj_forward(physics.model.ptr, physics.data.ptr)  # what follows from the state, or the next step diverges
         self._env._step_count, self._env._reset_next_step = int(state["steps"][0]), bool(state["steps"][1])
         *key, pos, has_gauss = state["random"].tolist()
         self._env.task.random.set_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,18 @@ def test_a_saved_state_holds_what_the_task_drew_into_its_model(task: str) -> Non
         np.testing.assert_array_equal(w.reward, g.reward)
         for key in w.obs:
             np.testing.assert_array_equal(w.obs[key], g.obs[key])
+
+
+def test_a_saved_state_holds_the_second_of_a_pair_of_gaussian_draws() -> None:
+    """numpy's RandomState draws them in pairs and keeps one."""
+    a, b = (make_env("dmc:cartpole-swingup", 1, seed) for seed in (0, 1))
+    a.reset()
+    own: Any = a
+    own._envs[0]._env.task.random.randn()
+    state = a.get_state()
+    assert state is not None
+    b.set_state(state)
+    np.testing.assert_array_equal(a.reset().obs["position"], b.reset().obs["position"])
 
 
 def test_names_are_those_of_tdmpc2_and_of_the_suite() -> None:

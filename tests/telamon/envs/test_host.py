@@ -12,7 +12,7 @@ import pytest
 
 from telamon.data import ActionSpec, ArraySpec, EnvSpec
 from telamon.envs.base import EnvError, Step
-from telamon.envs.checks import MAX_REBUILDS, env_seed, nonfinite
+from telamon.envs.checks import MAX_REBUILDS, env_seed, nonfinite, to_bounds
 from telamon.envs.counting import EPISODES_PER_REBUILD, Fault, encode, make
 from telamon.envs.host import HostEnvs, Transition
 
@@ -219,6 +219,14 @@ def test_seeds_differ_by_environment_and_rebuild_and_repeat() -> None:
     assert len(set(seeds)) == 125
     assert all(0 <= s < 2**31 for s in seeds)
     assert env_seed(3, 4, 1) == env_seed(3, 4, 1)
+
+
+def test_no_mapped_action_leaves_its_bounds() -> None:
+    low, high = np.sort(np.random.default_rng(0).normal(size=(2, 1000)), axis=0)
+    for action in (-np.ones(1000), np.ones(1000), np.full(1000, -5), np.full(1000, 5)):
+        mapped = to_bounds(action, low, high)  # midpoint plus half-range alone would round past some of them
+        np.testing.assert_allclose(mapped, low if action[0] < 0 else high, rtol=1e-12, atol=1e-15)
+        assert ((low <= mapped) & (mapped <= high)).all()
 
 
 def test_nonfinite_names_the_first_bad_key_of_each_environment() -> None:
