@@ -7,7 +7,10 @@
 #   make lint       what `make test` does before the tests
 #   make clean      removes .venv and what the tools cached; runs stay
 
+RUN := runs/tdmpc2-dmc-cartpole-swingup-seed1
 TRAIN ?= .venv/bin/telamon train tdmpc2 dmc:cartpole-swingup --preset laptop --steps 30000 --eval.every 5000 --eval.episodes 1
+# a second `make train` continues where the first was stopped
+RESUME = $(if $(wildcard $(RUN)/config.yaml),--resume)
 
 # The first of these that is a supported Python and can make a virtual environment.
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
@@ -19,7 +22,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 .NOTPARALLEL:
 
 train: .venv/train.stamp
-	$(TRAIN)
+	$(TRAIN) $(RESUME)
 
 test: lint
 	.venv/bin/pytest -m 'not slow and not gpu' -n 2
