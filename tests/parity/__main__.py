@@ -28,7 +28,7 @@ SCHEMES = (
 def check(fixture: Fixture) -> list[Line]:
     """Prints and returns every line of one file. Raises Refused where nothing in it can be checked."""
     lines: list[Line] = []
-    if "cfg/multitask" in fixture and fixture["cfg/multitask"]:
+    if fixture.get("cfg/multitask"):
         raise Refused(f"{fixture.path} is multi-task, which is not supported yet: {', '.join(fixture.unread)}")
     for pattern, scheme in SCHEMES:
         if any(pattern.match(key) for key in fixture):
@@ -44,7 +44,9 @@ def check(fixture: Fixture) -> list[Line]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Checks the files named on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.parity", description="Compare the product with golden files.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.parity", description="Compares the product with golden files."
+    )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.npz")
     statuses = []
     for path in parser.parse_args(arguments).files:

@@ -17,7 +17,7 @@ from telamon.distributional import symexp, symlog, tdmpc2_two_hot
 from telamon.interop.tdmpc2 import from_reference, to_reference
 from telamon.networks import grouped_softmax, mish, norm_layer
 from telamon.normalizers import RunningScale
-from tests.parity.fixture import Fixture
+from tests.parity.fixture import Fixture, jit
 from tests.parity.report import Line, compare, compare_tree
 
 DEFAULTS = TDMPC2Config()
@@ -37,7 +37,7 @@ def elementwise(fixture: Fixture) -> Iterator[Line]:
     for group, function in functions.items():
         if f"{group}/y" in fixture:
             x = fixture["log_std/raw" if group == "log_std" else f"{group}/x"]
-            yield compare(f"{group}/y", "logit", function(jnp.asarray(x)), fixture[f"{group}/y"])
+            yield compare(f"{group}/y", "logit", jit(function)(jnp.asarray(x)), fixture[f"{group}/y"])
     if "discount/T" in fixture:
         gamma = [
             discount(int(t), DEFAULTS.discount_denom, DEFAULTS.discount_min, DEFAULTS.discount_max)
@@ -54,12 +54,12 @@ def two_hot(fixture: Fixture) -> Iterator[Line]:
         yield compare(f"bins/{name}", "latent", spec.bins, bins)
         x, logits = jnp.asarray(fixture["two_hot/x"][:, 0]), jnp.asarray(fixture[f"decode/{name}_logits"])
         ours = {
-            f"two_hot/{name}": ("two_hot", spec.encode(x)),
-            f"decode/{name}_value": ("plan_value", spec.decode(logits)[:, None]),
-            f"decode/{name}_grad_of_sum": ("gradient", jax.grad(lambda v, s=spec: s.decode(v).sum())(logits)),
-            f"soft_ce/{name}_loss": ("cross_entropy", spec.cross_entropy(logits, x)[:, None]),
+            f"two_hot/{name}": ("two_hot", jit(spec.encode)(x)),
+            f"decode/{name}_value": ("plan_value", jit(spec.decode)(logits)[:, None]),
+            f"decode/{name}_grad_of_sum": ("gradient", jit(jax.grad(lambda v, s=spec: s.decode(v).sum()))(logits)),
+            f"soft_ce/{name}_loss": ("cross_entropy", jit(spec.cross_entropy)(logits, x)[:, None]),
             f"soft_ce/{name}_grad_of_mean": (
-                "gradient", jax.grad(lambda v, s=spec: s.cross_entropy(v, x).mean())(logits)),
+                "gradient", jit(jax.grad(lambda v, s=spec, x=x: s.cross_entropy(v, x).mean()))(logits)),
         }  # fmt: skip
         for key, (kind, value) in ours.items():
             yield compare(key, kind, value, fixture[key])
@@ -83,7 +83,7 @@ def layers(fixture: Fixture) -> Iterator[Line]:
         widths = tuple(_width(params[f"layer{i}"]) for i in range(len(params)))
         hidden = widths if module.out is None else widths[:-1]
         module = module.clone(hidden=hidden, out=None if module.out is None else widths[-1])
-        yield compare(f"{group}/y", "logit", module.apply({"params": params}, jnp.asarray(x)), y)
+        yield compare(f"{group}/y", "logit", jit(module.apply)({"params": params}, jnp.asarray(x)), y)
 
 
 def policy(fixture: Fixture) -> Iterator[Line]:
@@ -101,7 +101,7 @@ def policy(fixture: Fixture) -> Iterator[Line]:
         quantity = entropy_bonus(drawn, eps, squashed)
         return quantity.mean(), (drawn, quantity)
 
-    grads, (drawn, quantity) = jax.grad(bonus, has_aux=True)(params)
+    grads, (drawn, quantity) = jit(jax.grad(bonus, has_aux=True))(params)
     ours = {
         "pi/action": drawn.action,
         "pi/mean": jnp.tanh(drawn.mean),
@@ -130,22 +130,24 @@ def q_ensemble(fixture: Fixture) -> Iterator[Line]:
         bins = fixture[f"bins/k{num_bins}"]
         config = replace(config, vmin=float(bins[0]), vmax=float(bins[-1]))
     nets = Networks(config, obs_dim=1, action_dim=action.shape[-1])
+    q_pair = jit(nets.q_pair)
     for which, suffix in (("online", ""), ("target", "_target")):
-        logits = nets.q(members[which], z, action)
+        logits = jit(nets.q)(members[which], z, action)
         yield compare(f"q/all_logits{suffix}", "logit", logits, fixture[f"q/all_logits{suffix}"])
         for name, reduce in (("min", jnp.min), ("avg", jnp.mean)):
             pair = jnp.asarray(fixture[f"q/{name}_{which}_pair"])
-            value = reduce(nets.q_pair(members[which], pair, z, action), axis=0)
+            value = reduce(q_pair(members[which], pair, z, action), axis=0)
             yield compare(f"q/{name}_{which}", "value", value[:, None], fixture[f"q/{name}_{which}"])
 
 
 def running_scale(fixture: Fixture) -> Iterator[Line]:
     """The Q scale after each of several batches, and the batches divided by it."""
     normalizer = RunningScale(DEFAULTS.tau)
+    update = jit(normalizer.update)
     for group in sorted({key.rpartition("_")[0] for key in fixture if key.startswith("scale/")}):
         x, scale, scales = fixture[f"{group}_x"], normalizer.init(), []
         for batch in x:
-            scale = normalizer.update(scale, jnp.asarray(batch))
+            scale = update(scale, jnp.asarray(batch))
             scales.append(float(scale))
         yield compare(f"{group}_s", "scale", scales, fixture[f"{group}_s"])
         divided = x / np.asarray(scales, np.float32)[:, None, None]
@@ -157,7 +159,7 @@ def terminations(fixture: Fixture) -> Iterator[Line]:
     if "term_stat/pred" not in fixture:
         return
     p = jnp.asarray(fixture["term_stat/pred"][:, 0])
-    ours = termination_statistics(jnp.log(p) - jnp.log1p(-p), jnp.asarray(fixture["term_stat/target"][:, 0]))
+    ours = jit(termination_statistics)(jnp.log(p) - jnp.log1p(-p), jnp.asarray(fixture["term_stat/target"][:, 0]))
     for name, value in ours.items():
         yield compare(f"term_stat/{name}", "loss", value, fixture[f"term_stat/{name}"])
 

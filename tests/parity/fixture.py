@@ -48,6 +48,10 @@ class Fixture(Mapping[str, np.ndarray]):
         self.read.add(key)
         return self._arrays[key]
 
+    def get(self, key: str, default: object = None) -> object:
+        """As of any Mapping, except that a missing key is no refusal here."""
+        return self[key] if key in self else default
+
     def __contains__(self, key: object) -> bool:
         return key in self._arrays
 
@@ -68,8 +72,11 @@ class Fixture(Mapping[str, np.ndarray]):
 
     def params(self, prefix: str) -> Params:
         """Our tree of the reference's parameters under `prefix`."""
+        named = self.under(prefix)
+        if not named:
+            raise Refused(f"{self.path} holds nothing under {prefix!r}, without which the rest cannot be checked")
         try:
-            return from_reference(self.under(prefix))
+            return from_reference(named)
         except ValueError as error:
             raise Refused(f"{self.path}: {error}") from error
 
@@ -107,7 +114,7 @@ def agent(fixture: Fixture, recipe: Literal["paper", "latest"]) -> TDMPC2:
         raise Refused(f"{fixture.path} has cfg/dropout={settings['dropout']}: masks are not recorded, so it must be 0")
     size = lambda key: int(fixture[f"cfg/{key}"])
     env = EnvSpec(
-        id=fixture.path.name,
+        id="golden",
         obs=((OBS, ArraySpec((size("obs_dim"),))),),
         action=ActionSpec((size("action_dim"),)),
         episode_length=size("episode_length"),

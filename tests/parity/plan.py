@@ -1,10 +1,9 @@
-"""plan_*.npz: decisions. Each iteration starts from the recorded mean and std before it; then every plan runs freely."""
+"""plan_*.npz: decisions. Each iteration from the recorded mean and std before it; then every plan runs freely."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,10 @@ from telamon.agents.tdmpc2.networks import Params
 from tests.parity.fixture import OBS, Fixture, Refused, agent, jit
 from tests.parity.report import Line, compare
 
+trajectories = jit(planner.policy_trajectories, static_argnums=0)
+iterate = jit(planner.iterate, static_argnums=(0, 2), static_argnames="dropout_key")
+plan = jit(planner.plan, static_argnums=(0, 2), static_argnames="eval_mode")
+
 
 def check(fixture: Fixture) -> Iterator[Line]:
     """Lines of all cases of the file."""
@@ -23,24 +26,19 @@ def check(fixture: Fixture) -> Iterator[Line]:
     yield compare("cfg/discount", "constant", actor.gamma, fixture["cfg/discount"])
     if "cfg/bin_size" in fixture:
         yield compare("cfg/bin_size", "constant", actor.networks.two_hot.step, fixture["cfg/bin_size"])
-    params, gamma = fixture.params("init/"), actor.gamma
+    params = fixture.params("init/")
+    model = actor.networks, params, actor.gamma
     fixture.under("init_target/")  # no part of a decision
-    iterate = jit(lambda *inputs: planner.iterate(actor.networks, params, gamma, *inputs, dropout_key=None))
-    trajectories = jit(lambda z, eps: planner.policy_trajectories(actor.networks, params, z, eps))
-    plan = {
-        mode: jit(partial(planner.plan, actor.networks, params, gamma, eval_mode=mode)) for mode in (False, True)
-    }
     for c in fixture.numbered(r"c(\d+)/"):
         z = actor.networks.encode(params, jnp.asarray(fixture[f"{c}obs"]))
         prev_mean, t0 = jnp.asarray(fixture[f"{c}prev_mean"]), jnp.asarray(fixture[f"{c}t0"])
         noise = draws(fixture, c, actor)
-        pi_actions = trajectories(z[None], noise.pi_traj_eps)
+        pi_actions = trajectories(actor.networks, params, z[None], noise.pi_traj_eps)
 
         mean, std = planner.warm_start(prev_mean, t0), jnp.full_like(prev_mean, actor.config.max_std)
         for i, it in enumerate(fixture.numbered(rf"{c}it(\d+)/")):
-            found = iterate(
-                z[None], pi_actions, mean, std, noise.candidates[i], noise.terminal_eps[i], noise.pairs[i]
-            )
+            draw = noise.candidates[i], noise.terminal_eps[i], noise.pairs[i]
+            found = iterate(*model, z[None], pi_actions, mean, std, *draw, dropout_key=None)
             actions, value = jnp.asarray(fixture[f"{it}actions"]), jnp.asarray(fixture[f"{it}value"][:, 0])
             yield compare(f"{it}actions", "plan", found.actions, fixture[f"{it}actions"])
             yield compare(f"{it}value", "plan_value", found.value[:, None], fixture[f"{it}value"])
@@ -52,7 +50,7 @@ def check(fixture: Fixture) -> Iterator[Line]:
                 yield compare(it + name, "plan", ours, fixture[it + name])
             mean, std = jnp.asarray(fixture[f"{it}mean"]), jnp.asarray(fixture[f"{it}std"])
 
-        decided = plan[bool(fixture[f"{c}eval_mode"])](z, prev_mean, t0, noise)
+        decided = plan(*model, z, prev_mean, t0, noise, eval_mode=bool(fixture[f"{c}eval_mode"]))
         yield compare(f"{c}elite_pick", "exact", decided.elite, fixture[f"{c}elite_pick"])
         yield compare(f"{c}action", "plan", decided.action, fixture[f"{c}action"])
         yield compare(f"{c}new_prev_mean", "plan", decided.mean, fixture[f"{c}new_prev_mean"])

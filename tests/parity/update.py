@@ -1,4 +1,4 @@
-"""update_*.npz: consecutive updates from one initial state, free-running, every recorded quantity of each."""
+"""update_*.npz: consecutive updates: every quantity of each from the recorded state before it; and running freely."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from telamon.agents.tdmpc2 import optim
-from telamon.agents.tdmpc2.agent import Found, TrainState, UpdateNoise
-from telamon.agents.tdmpc2.config import RECIPES
+from telamon.agents.tdmpc2.agent import TDMPC2, Found, TrainState, UpdateNoise, split
+from telamon.agents.tdmpc2.config import RECIPES, TDMPC2Config
 from telamon.agents.tdmpc2.losses import Batch
 from telamon.interop.tdmpc2 import to_reference
 from tests.parity.fixture import Fixture, agent, jit
-from tests.parity.report import Line, compare, compare_tree
+from tests.parity.report import ABSOLUTE, SCALED, Line, compare, compare_tree, magnitude
 
 KINDS = {
     "mid/next_z": "latent",
@@ -33,7 +33,7 @@ KINDS = {
     "loss/value_loss": "loss",
     "loss/termination_loss": "loss",
     "loss/total_loss": "loss",
-    "loss/pi_loss": "loss",
+    "loss/pi_loss": "norm",  # a mean of values, which are less exact than logits
     "stat/grad_norm": "norm",
     "stat/pi_grad_norm": "norm",
     "stat/termination_rate": "loss",
@@ -47,46 +47,77 @@ TREES = {
     "grad_pi/": "gradient",
     "after/": "parameter",
     "after_target/": "target",
-    "adam_m/": "moment",
-    "adam_v/": "moment",
+    "adam_m/": "gradient",
+    "adam_v/": "gradient",
 }
 """Recorded groups of named tensors -> kind of tolerance. `adam_v` is compared as its root, which is what Adam uses."""
 
 
+step = jit(TDMPC2.update_with_intermediates, static_argnums=0)
+
+
 def check(fixture: Fixture) -> Iterator[Line]:
     """Lines of all updates of the file."""
-    updates = fixture.numbered(r"u(\d+)/")
     learner = agent(fixture, "paper" if any(key.endswith("mid/pi_log_pi") for key in fixture) else "latest")
     yield compare("cfg/discount", "constant", learner.gamma, fixture["cfg/discount"])
     if "cfg/bin_size" in fixture:
         yield compare("cfg/bin_size", "constant", learner.networks.two_hot.step, fixture["cfg/bin_size"])
 
-    state = learner.start(fixture.params("init/"), fixture.params("init_target/")["q"])
-    step = jit(learner.update_with_intermediates)
-    pi_grads: dict[str, np.ndarray] = {}  # what the previous update left lying in the policy's gradient, recipe `paper`
-    for u in updates:
+    updates = fixture.numbered(r"u(\d+)/")
+    start = running = learner.start(fixture.params("init/"), fixture.params("init_target/")["q"])
+    left: dict[str, np.ndarray] = {}  # recipe `paper`: the policy gradient that the previous update left, clipped
+    slack: dict[str, np.ndarray] = {}
+    for k, u in enumerate(updates, 1):
         batch, noise = inputs(fixture, u)
-        if left := {name: fixture[key] for key in fixture if (name := key.removeprefix(f"{u}grad_wm/")) in pi_grads}:
-            norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in left.values()))
-            yield compare(f"{u}carried policy norm", "norm", jnp.sqrt(state.optim.stale_square), norm)
-        state, metrics, found = step(state, batch, noise)
+        state, metrics, found = step(learner, start, batch, noise)
         ours = quantities(metrics, found)
         for name, kind in KINDS.items():
             if u + name in fixture:
-                yield compare(u + name, kind, ours[name], fixture[u + name], _slack(name, found))
-        trees = named_tensors(found, state, pi_grads)
+                yield compare(u + name, kind, ours[name], fixture[u + name], entropy_slack(name, found, noise))
+        moved = step_slack(fixture, u, k, learner.config)
+        target_moved = {name: learner.config.tau * x for name, x in moved.items() if name.startswith("_Qs.")}
+        trees = named_tensors(found, state, left)
         for name, kind in TREES.items():
             if recorded := fixture.under(u + name):
-                yield compare_tree(f"{u}{name}*", kind, trees[name], _root(recorded) if name == "adam_v/" else recorded)
-        if RECIPES[learner.config.recipe].stale_policy_norm:
-            clip = optim.clip_coefficient(metrics["pi_grad_norm"], learner.config.grad_clip_norm)
-            pi_grads = {name: g * clip for name, g in to_reference({"pi": found.pi_grads}).items()}
+                recorded = _root(recorded) if name == "adam_v/" else recorded
+                allowance = {"after/": moved, "after_target/": target_moved}.get(name, {})
+                yield compare_tree(f"{u}{name}*", kind, trees[name], recorded, allowance)
+
+        running = step(learner, running, batch, noise)[0]
+        slack = {name: slack.get(name, 0.0) + x for name, x in moved.items()}
+        if k > 1:
+            after, target = to_reference(running.params), to_reference({"q": running.target_q})
+            yield compare_tree(f"{u}after/*, running freely", "parameter", after, fixture.under(f"{u}after/"), slack)
+            yield compare_tree(
+                f"{u}after_target/*, running freely", "target", target, fixture.under(f"{u}after_target/"), slack
+            )
+            yield compare(f"{u}after_scale, running freely", "scale", running.scale, fixture[f"{u}after_scale"])
+        if k < len(updates):
+            start = recorded_state(fixture, u, k, learner, state)
+            if RECIPES[learner.config.recipe].stale_policy_norm:
+                coefficient = np.asarray(optim.clip_coefficient(metrics["pi_grad_norm"], learner.config.grad_clip_norm))
+                left = {name: g * coefficient for name, g in to_reference({"pi": found.pi_grads}).items()}
+                norm = np.sqrt(
+                    sum((fixture[f"{updates[k]}grad_wm/{name}"].astype(np.float64) ** 2).sum() for name in left)
+                )
+                yield compare(f"{u}carried policy norm", "norm", jnp.sqrt(state.optim.stale_square), norm)
+
+
+def recorded_state(fixture: Fixture, u: str, k: int, learner: TDMPC2, ours: TrainState) -> TrainState:
+    """The state after update `u`, the k-th, as recorded; only the carried policy norm, which is not, is ours."""
+    state = learner.start(fixture.params(f"{u}after/"), fixture.params(f"{u}after_target/")["q"])
+    mu, nu = (split(fixture.params(u + moment)) for moment in ("adam_m/", "adam_v/"))
+    count = jnp.asarray(k, jnp.int32)
+    world = state.optim.world._replace(count=count, mu=mu[0], nu=nu[0])
+    policy = state.optim.policy._replace(count=count, mu=mu[1], nu=nu[1])
+    moments = optim.OptimState(world, policy, ours.optim.stale_square)
+    return state._replace(optim=moments, scale=jnp.asarray(fixture[f"{u}after_scale"]))
 
 
 def inputs(fixture: Fixture, u: str) -> tuple[Batch, UpdateNoise]:
     """The recorded batch and draws of one update. Recorded scalars have a last axis of 1, ours have none."""
     reward = fixture[f"{u}batch/reward"]
-    terminated = fixture[f"{u}batch/terminated"] if f"{u}batch/terminated" in fixture else np.zeros_like(reward)
+    terminated = fixture.get(f"{u}batch/terminated", np.zeros_like(reward))
     batch = Batch(fixture[f"{u}batch/obs"], fixture[f"{u}batch/action"], reward[..., 0], terminated[..., 0])
     noise = UpdateNoise(
         td_eps=fixture[f"{u}draw/td_pi_eps"],
@@ -143,9 +174,32 @@ def _root(named: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.sqrt(v) for name, v in named.items()}
 
 
-def _slack(name: str, found: Found) -> np.ndarray | float:
-    """Near saturation ln(1 - a^2 + 1e-6) magnifies one rounding of a by up to 2e6: as many logit tolerances more."""
-    if name not in ("mid/pi_entropy", "mid/pi_log_pi"):
+def entropy_slack(name: str, found: Found, noise: UpdateNoise) -> np.ndarray | float:
+    """Added to the denominators of the entropy quantities, which are n times sums over n dimensions that nearly cancel.
+
+    The squash term carries the rounding of eps * std, and ln(1 - a^2 + 1e-6) magnifies that of a tanh by up to 2e6.
+    """
+    if name not in ("mid/pi_scaled_entropy", "mid/pi_entropy", "mid/pi_log_pi"):
         return 0.0
-    a = np.asarray(found.policy.sample.action, np.float64)
-    return 0.01 * (1 / (np.maximum(1 - a**2, 0) + 1e-6)).sum(-1, keepdims=True)
+    action, log_std, eps = (
+        np.asarray(x, np.float64) for x in (found.policy.sample.action, found.policy.sample.log_std, noise.pi_eps)
+    )
+    gaussian = 0.1 * action.shape[-1] * (np.abs(log_std) + 0.5 * eps**2)
+    squash = 0.5 * np.abs(eps) * np.exp(log_std) + 0.05 / (np.maximum(1 - action**2, 0) + 1e-6)
+    return (gaussian + squash).sum(-1, keepdims=True)
+
+
+def step_slack(fixture: Fixture, u: str, k: int, config: TDMPC2Config) -> dict[str, np.ndarray]:
+    """Added to the denominators of parameters after the k-th Adam step: how far moments within tolerance move them.
+
+    It matters where a gradient is as small as its own rounding error: Adam divides it by its size all the same.
+    """
+    allowed = SCALED["gradient"] / ABSOLUTE["parameter"]
+    slack = {}
+    for name, v in fixture.under(f"{u}adam_v/").items():
+        m = np.abs(fixture[f"{u}adam_m/{name}"].astype(np.float64))
+        eps = optim.POLICY_EPS if name.startswith("_pi.") else optim.WORLD_EPS
+        rate = config.lr * (config.enc_lr_scale if name.startswith("_encoder.") else 1.0)
+        root = np.sqrt(v.astype(np.float64) / (1 - 0.999**k)) + eps
+        slack[name] = rate * allowed * (magnitude(m) + m) / (1 - 0.9**k) / root
+    return slack
