@@ -10,7 +10,7 @@ import numpy as np
 
 from replay_server import persist, windows
 from replay_server.ring import CHUNK_ROWS, Ring
-from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, from_columns
+from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, from_columns, to_columns
 from telamon.replay import ReplayStats
 
 
@@ -50,7 +50,7 @@ class Store:
 
     def append(self, rows: Rows) -> None:
         """Adds one tick. Raises ValueError naming the column or environment, expected and found."""
-        columns = _columns(rows)
+        columns = to_columns(rows)
         self._ring.check(rows.env_id, columns)
         self._episodes.check(rows.env_id, rows.is_first)
         row = self._ring.append(rows.env_id, columns)
@@ -142,16 +142,3 @@ class Store:
             **{f"row.{k}": v for k, v in asdict(self._row_spec).items()},
             **{f"window.{k}": v for k, v in asdict(self._window_spec).items()},
         }
-
-
-def _columns(rows: Rows) -> dict[str, np.ndarray]:
-    """Flat columns, as named in `RowSpec.columns`."""
-    return {
-        **{f"obs/{k}": v for k, v in rows.obs.items()},
-        "reward": rows.reward,
-        "is_first": rows.is_first,
-        "is_last": rows.is_last,
-        "is_terminal": rows.is_terminal,
-        "action": rows.action,
-        **{f"latents/{k}": v for k, v in rows.latents.items()},
-    }

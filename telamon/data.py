@@ -185,15 +185,19 @@ class WriteBack:
     latents: Mapping[str, np.ndarray]
 
 
-def column(rows: Rows | Window, name: str) -> np.ndarray:
-    """The array of a flat column name as in `RowSpec.columns`."""
-    group, _, key = name.partition("/")
-    value = getattr(rows, group)
-    return value[key] if key else value
+def to_columns(rows: Rows) -> dict[str, np.ndarray]:
+    """Arrays by flat column name, as in `RowSpec.columns`."""
+    return {
+        **{f"obs/{k}": v for k, v in rows.obs.items()},
+        "reward": rows.reward,
+        **{k: getattr(rows, k) for k in FLAGS},
+        "action": rows.action,
+        **{f"latents/{k}": v for k, v in rows.latents.items()},
+    }
 
 
 def from_columns(columns: Mapping[str, np.ndarray]) -> dict[str, object]:
-    """Flat columns -> keyword arguments of Rows or Window (the inverse of `column`)."""
+    """Flat columns -> keyword arguments of Rows or Window (the inverse of `to_columns`)."""
     out: dict[str, object] = {"obs": {}, "latents": {}}
     for name, value in columns.items():
         group, _, key = name.partition("/")
