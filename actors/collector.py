@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from telamon.agents.base import Agent, Mode, PyTree
-from telamon.data import ActionSpec, Counters, Rows
-from telamon.envs.base import BatchedEnv, EnvError, Step
+from telamon.data import Counters, Rows
+from telamon.envs.base import BatchedEnv, EnvError, Step, random_action
 from telamon.keys import Stream, generator, stream
 from telamon.replay import Replay
 
@@ -39,14 +39,6 @@ def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
         return agent.act(params, carry, obs, is_first, noise, mode)
 
     return jax.jit(act)
-
-
-def random_action(spec: ActionSpec, num_envs: int, rng: np.random.Generator) -> np.ndarray:
-    """Uniform over the action space: [E, *shape]."""
-    shape = (num_envs, *spec.shape)
-    if spec.classes is None:
-        return rng.uniform(-1, 1, shape).astype(np.float32)
-    return rng.integers(0, np.reshape(spec.classes, spec.shape), shape, dtype=np.int32)
 
 
 class Collector:

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from actors.collector import random_action
+from telamon.envs.base import random_action
 from telamon.envs.registry import make_env
 from telamon.keys import Stream, generator
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from telamon.data import EnvSpec
+from telamon.data import ActionSpec, EnvSpec
 
 OnError = Literal["stop", "rebuild"]
 """What a broken environment costs: the run, or its episode (it is rebuilt and its row is a new is_first row)."""
@@ -75,3 +75,11 @@ class BatchedEnv(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def random_action(spec: ActionSpec, num_envs: int, rng: np.random.Generator) -> np.ndarray:
+    """Uniform over the action space, in agent units: [E, *spec.shape]."""
+    shape = (num_envs, *spec.shape)
+    if spec.classes is None:
+        return rng.uniform(-1, 1, shape).astype(np.float32)
+    return rng.integers(0, np.reshape(spec.classes, spec.shape), shape, dtype=np.int32)

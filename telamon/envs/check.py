@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from telamon.data import EnvSpec
-from telamon.envs.base import Step
+from telamon.envs.base import Step, random_action
 from telamon.envs.registry import make_env
 from telamon.keys import Stream, generator
 
@@ -66,7 +66,7 @@ def check_env(
         rng = generator(seed, Stream.RANDOM_ACTION)
         rows, ended = [env.reset()], 0
         while len(rows) <= max_steps and ended < episodes:
-            rows.append(env.step(random_action(env.spec, rng)[None]))
+            rows.append(env.step(random_action(env.spec.action, 1, rng)))
             ended += int(rows[-1].is_last[0])
         saves = env.get_state() is not None
     finally:
@@ -84,13 +84,6 @@ def check_env(
         saves=saves,
         refusals={name: _refusal(check, env.spec) for name, check in (agents or {}).items()},
     )
-
-
-def random_action(spec: EnvSpec, rng: np.random.Generator) -> np.ndarray:
-    """A uniformly random action [*spec.action.shape] in agent units."""
-    if spec.action.classes is None:
-        return rng.uniform(-1, 1, spec.action.shape).astype(np.float32)
-    return rng.integers(np.reshape(spec.action.classes, spec.action.shape), dtype=np.int32)
 
 
 def _range(values: list[np.ndarray]) -> Range:

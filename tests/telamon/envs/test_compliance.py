@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from telamon.data import as_dtype
-from telamon.envs.base import BatchedEnv, Step
-from telamon.envs.check import random_action
+from telamon.envs.base import BatchedEnv, Step, random_action
 from telamon.envs.registry import make_env
 
 E = 2
@@ -61,7 +60,7 @@ def make(case: Case, seed: int = 0, num_envs: int = E) -> BatchedEnv:
 
 def actions(env: BatchedEnv, ticks: int, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    return [np.stack([random_action(env.spec, rng) for _ in range(env.num_envs)]) for _ in range(ticks)]
+    return [random_action(env.spec.action, env.num_envs, rng) for _ in range(ticks)]
 
 
 def ticks_for(case: Case) -> int:
