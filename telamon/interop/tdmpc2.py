@@ -35,7 +35,10 @@ PLAIN = {"weight": ("kernel",), "bias": ("bias",)}
 
 
 def from_reference(named: Mapping[str, np.ndarray]) -> Params:
-    """{reference name: array} -> our tree of jax arrays, of whichever modules are named. Raises ValueError for an unknown name."""
+    """{reference name: array} -> our tree of jax arrays, of whichever modules are named.
+
+    Raises ValueError for an unknown name.
+    """
     params: Params = {}
     for name, value in named.items():
         module = next((m for m in MODULES if name.startswith(f"{m}.")), None)

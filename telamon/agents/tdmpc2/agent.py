@@ -200,7 +200,7 @@ class TDMPC2:
         noise: ActNoise,
         mode: Mode,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Actions [E, *action shape], the new carry, and no latents. Evaluation stays stochastic, as the reference's."""
+        """Actions [E, *action shape], the new carry, and no latents. Evaluation is stochastic, as the reference's."""
         z = self.networks.encode(params, self.flatten_obs(obs))
         if not self.config.mpc:
             mean, log_std = self.networks.policy(params, z)
@@ -235,7 +235,7 @@ class TDMPC2:
         )
 
     def batch(self, window: Window) -> Batch:
-        """Windows [B, H + 1] of rows as time-major transitions. Row t holds the reward on *entering* its observation."""
+        """Windows [B, H + 1] of rows as time-major transitions. A row holds the reward on *entering* it."""
         time_major = lambda x: jnp.swapaxes(jnp.asarray(x), 0, 1)
         action = time_major(window.action)[:-1]
         return Batch(

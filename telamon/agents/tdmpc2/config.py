@@ -145,8 +145,8 @@ class TDMPC2Config:
             if getattr(self, name) not in known:
                 raise ValueError(f"agent.{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         positive = (
-            "enc_dim mlp_dim latent_dim num_enc_layers simnorm_dim batch_size horizon rho lr enc_lr_scale grad_clip_norm "
-            "iterations num_samples num_elites discount_denom buffer_size"
+            "enc_dim mlp_dim latent_dim num_enc_layers simnorm_dim batch_size horizon rho lr enc_lr_scale "
+            "grad_clip_norm iterations num_samples num_elites discount_denom buffer_size"
         ).split()
         for name in positive:
             if not getattr(self, name) > 0:
@@ -172,7 +172,7 @@ class TDMPC2Config:
             (self.episode_length is None or self.episode_length > 0,
              f"agent.episode_length={self.episode_length} must be above 0"),
             (0 <= self.discount_min <= self.discount_max <= 1,
-             f"agent.discount_min={self.discount_min} and agent.discount_max={self.discount_max} must rise within 0..1"),
+             f"agent.discount_min={self.discount_min}, agent.discount_max={self.discount_max} must rise within 0..1"),
             (self.seed_steps is None or self.seed_steps >= 0,
              f"agent.seed_steps={self.seed_steps} must not be negative"),
         ):  # fmt: skip

@@ -4,7 +4,8 @@ A plan is H actions. Each iteration draws Gaussian candidates around `mean`, add
 all of them with the model, and refits mean and std to the elites. Shapes: N candidates of which P from the policy, K
 elites, H horizon, A action, L latent.
 
-Cost of one iteration (multiply-adds): N (H (dynamics + reward) + policy + 2 Q members), weights each; 98 % of a decision.
+Cost of one iteration in multiply-adds: N (H (dynamics + reward) + policy + 2 Q members), weights each; 98 % of a
+decision.
 """
 
 from __future__ import annotations
