@@ -361,6 +361,25 @@ def check_run_dir(config: RunConfig, run_dir: Path, resume: bool) -> None:
         raise ValueError(f"{run_dir} was started with another config; differing keys: {', '.join(differing)}")
 
 
+def execute(run: Run, resume: bool, console: Console, stopped: Callable[[], bool]) -> bool:
+    """From the start or the last checkpoint to the end (True) or to `stopped()` (False), and one more checkpoint."""
+    config = run.config
+    if resume and (name := run.restore()) is not None:
+        console.print(f"resumed from checkpoint {name}: {run.env_steps:,} env steps", highlight=False)
+    resume_length = run.metrics_length if resume else None
+    with (
+        MetricsWriter(run.run_dir, resume_length) as writer,
+        LiveView(f"{config.algorithm} on {config.task}", config.steps, console) as live,
+    ):
+        finished = loop(run, writer, live, stopped)
+        live.update(env_steps=run.env_steps, updates=run.counters.updates, status="writing the last checkpoint")
+        run.metrics_length = writer.length
+        run.save()
+        live.update(status="done" if finished else "stopped")
+    log.info("event=stop finished=%s env_steps=%d updates=%d", finished, run.env_steps, run.counters.updates)
+    return finished
+
+
 def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> int:
     """Trains to the end or to a clean stop; returns the exit code (130 after Ctrl-C, as a shell expects).
 
@@ -383,19 +402,8 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         run = Run(config, run_dir, agent, env)
-        if resume and (name := run.restore()) is not None:
-            console.print(f"resumed from checkpoint {name}: {run.env_steps:,} env steps", highlight=False)
-        resume_length = run.metrics_length if resume else None
-        writer = stack.enter_context(MetricsWriter(run_dir, resume_length))
-        live = stack.enter_context(LiveView(f"{config.algorithm} on {config.task}", config.steps, console))
-        stopped = stack.enter_context(stop_on_signal())
         stack.enter_context(watch(env, config.env.timeout))
-        finished = loop(run, writer, live, stopped)
-        live.update(env_steps=run.env_steps, updates=run.counters.updates, status="writing the last checkpoint")
-        run.metrics_length = writer.length
-        run.save()
-        live.update(status="done" if finished else "stopped")
-        log.info("event=stop finished=%s env_steps=%d updates=%d", finished, run.env_steps, run.counters.updates)
+        finished = execute(run, resume, console, stack.enter_context(stop_on_signal()))
     if finished:
         return 0
     text = f"stopped at {run.env_steps:,} env steps; repeat the command with --resume to continue"

@@ -1,0 +1,127 @@
+"""An agent that tells on whoever feeds it: what it is given shows in its actions, its metrics and its parameters.
+
+It belongs to counting environments with ACTION_SIZE action elements, whose rewards encode the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from telamon.data import EnvSpec, RowSpec, Schedule, Window, WindowSpec
+
+ACTION_SIZE = 4
+SCALE = 1024
+"""Counts are acted out in units of 1 / SCALE, which float32 holds exactly."""
+LENGTH = 3
+"""Rows per window."""
+
+
+class State(NamedTuple):
+    updates: jax.Array
+    """int32: updates that were applied."""
+    memory: jax.Array
+    """float32: depends on every window and every draw of every update, and on their order."""
+
+
+def position(where: Any) -> Any:
+    """(environment, episode, t) [..., 3] -> one small number [...] for (episode, t)."""
+    return where[..., 1] * 16 + where[..., 2]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Acts (updates, position, ticks in this episode, noise), each in units of 1 / SCALE but for the noise."""
+
+    env: EnvSpec
+    plan: Schedule
+    rows: int = 1000
+    """Rows per environment that it keeps."""
+    nan_share: float = 0.0
+    """Share of updates whose `bad_loss` is not finite."""
+    learns_terminations: bool = False
+    batch_size: int = 4
+
+    @property
+    def row_spec(self) -> RowSpec:
+        return RowSpec(self.env.obs, self.env.action.array)
+
+    @property
+    def window_spec(self) -> WindowSpec:
+        return WindowSpec(LENGTH)
+
+    def schedule(self, num_envs: int) -> Schedule:
+        return self.plan
+
+    def capacity(self, num_envs: int) -> int:
+        return self.rows
+
+    def init(self, key: jax.Array) -> State:
+        return State(jnp.zeros((), jnp.int32), jax.random.normal(key))
+
+    def acting_params(self, state: State) -> State:
+        return state
+
+    def initial_carry(self, num_envs: int) -> jax.Array:
+        return jnp.zeros(num_envs, jnp.int32)
+
+    def draw_act_noise(self, key: jax.Array, num_envs: int) -> jax.Array:
+        return jax.random.uniform(key, (num_envs,), minval=-0.5, maxval=0.5)
+
+    def draw_update_noise(self, key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key)
+
+    def act(
+        self,
+        params: State,
+        carry: jax.Array,
+        obs: Mapping[str, jax.Array],
+        is_first: jax.Array,
+        noise: jax.Array,
+        mode: str,
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        carry = jnp.where(is_first, 0, carry + 1)
+        updates = jnp.full(carry.shape, params.updates)
+        last = jnp.zeros_like(noise) if mode == "eval" else jnp.clip(noise + 0.01 * params.memory, -1, 1)
+        action = [updates / SCALE, position(obs["where"]) / SCALE, carry / SCALE, last]
+        return jnp.stack(action, -1).astype(jnp.float32), carry, {}
+
+    def update(self, state: State, window: Window, noise: jax.Array) -> tuple[State, dict[str, jax.Array], None]:
+        digest = (window.first_row + window.env_id / 8).mean() + window.reward.mean() + noise
+        bad = jnp.where(noise < self.nan_share, jnp.nan, 0.0)
+        metrics = {
+            "torn": torn(window),
+            "digest": digest,
+            "newest": window.first_row.max(),
+            "bad_loss": bad,
+            "worse_loss": -bad,
+        }
+        return State(state.updates + 1, 0.9 * state.memory + 0.1 * digest + bad), metrics, None
+
+    def report(self, state: State, window: Window, noise: jax.Array) -> dict[str, jax.Array]:
+        return {"torn": torn(window)}
+
+
+def torn(window: Window) -> jax.Array:
+    """How many windows are not what one counting environment gave in a row."""
+    where, reward, action = window.obs["where"], window.reward, window.action
+    weights = jnp.arange(1, ACTION_SIZE + 1, dtype=jnp.float32)
+    wrong = [
+        (where[..., 0] != window.env_id[:, None]).any(1),
+        (where[:, 1:, 1] != where[:, :-1, 1]).any(1),
+        (where[:, 1:, 2] != where[:, :-1, 2] + 1).any(1),
+        (window.is_first != (where[..., 2] == 0)).any(1),
+        (jnp.abs(reward[:, 1:] - action[:, :-1] @ weights) > 1e-5).any(1),
+        (window.is_last[..., None] & (action != 0)).any((1, 2)),
+    ]
+    return jnp.stack(wrong).any(0).sum()
+
+
+def acted(action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(updates, position, ticks in this episode) [...] that made an action [..., ACTION_SIZE]."""
+    return tuple(np.rint(action[..., i] * SCALE).astype(int) for i in range(3))  # type: ignore[return-value]  # three of them
