@@ -19,10 +19,14 @@ Initializer = Callable[..., jax.Array]
 
 
 def mish(x: jax.Array) -> jax.Array:
-    """x tanh(softplus(x)), as x n / (n + 2) with n = e^x (e^x + 2): one exp and one division."""
+    """x tanh(softplus(x)), as x n / (n + 2) with n = e^x (e^x + 2): one exp and one division.
+
+    For positive x as x (1 - 2 / (n + 2)), whose derivative does not cancel: 15 % of it would be lost in bfloat16.
+    """
     e = jnp.exp(jnp.minimum(x, 20.0))  # beyond 20 the factor is 1 to float32 precision, and e^2x would overflow
     n = e * (e + 2)
-    return x * (n / (n + 2))
+    r = 1 / (n + 2)
+    return x * jnp.where(x > 0, 1 - 2 * r, n * r)
 
 
 def grouped_softmax(x: jax.Array, group: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""symlog, symexp and both two-hot codings: pinned numbers, and what must not be simplified (docs/numerics.md, B1, B2)."""
+"""symlog, symexp, both two-hot codings: pinned numbers, and what must not be simplified (docs/numerics.md, B1, B2)."""
 
 from __future__ import annotations
 
