@@ -59,7 +59,8 @@ def capacity(config: RunConfig, agent: Agent) -> int:
     """Rows per environment: what the agent's preset keeps, or what the whole run can give, if that is less."""
     transitions = math.ceil(config.steps / agent.env.action_repeat / config.env.num)
     longest = agent.env.episode_length
-    # an episode has at least one transition, and one row more than transitions
+    # An episode has one row more than transitions. Truncations before the announced limit are not allowed for: they
+    # cost the oldest rows of a run's last part, where twice the memory would be the price of holding them.
     shortest = 1 if longest is None or agent.learns_terminations else longest
     run = transitions + math.ceil(transitions / shortest) + 1
     return min(agent.capacity(config.env.num), max(run, agent.window_spec.length))

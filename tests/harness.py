@@ -113,7 +113,7 @@ def probing(
     env, agent, config: further arguments of the environments, the Probe and the RunConfig.
     """
     options = {"lengths": lengths, "action_size": ACTION_SIZE, **(env or {})}
-    make = lambda name, n, seed, **kwargs: counting.make("continuous", n, seed, **{**options, **kwargs})
+    make = lambda name, n, seed, **kwargs: counting.make("continuous", n, seed, **{**kwargs, **options})
     monkeypatch.setattr(local, "make_env", make)
     plan = Schedule("transitions", start=num_envs * random, lead=num_envs)
     defaults = {
