@@ -7,13 +7,14 @@ Parameters are always float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Tree = TypeVar("Tree")
 Activation = Callable[[jax.Array], jax.Array]
 Initializer = Callable[..., jax.Array]
 
@@ -73,6 +74,11 @@ def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     return jnp.where(bits >= drop, x / jnp.asarray(1 - drop / 2**16, x.dtype), 0)
 
 
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[..., D] @ [D, U], all rows of x at once: XLA's CPU takes twice as long for dw where it sums over several axes."""
+    return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
+
+
 class Linear(nn.Module):
     """y = [x_0, x_1, ...] W + b. Inputs are concatenated along the last axis without being copied together.
 
@@ -89,7 +95,7 @@ class Linear(nn.Module):
         kernel = self.param("kernel", self.kernel_init, (sum(widths), self.units))
         bias = self.param("bias", nn.initializers.zeros, (self.units,))
         rows = jnp.split(kernel.astype(self.dtype), np.cumsum(widths)[:-1])
-        products = [x.astype(self.dtype) @ w for x, w in zip(inputs, rows, strict=True)]
+        products = [matmul(x.astype(self.dtype), w) for x, w in zip(inputs, rows, strict=True)]
         product = sum(products[1:], products[0])
         return product + jnp.expand_dims(bias.astype(self.dtype), tuple(range(product.ndim - 1)))
 
@@ -156,6 +162,6 @@ class NormedMLP(nn.Module):
         return Linear(self.out, self.out_kernel_init, self.dtype, name=f"layer{last}")(*x)
 
 
-def ema(target: object, online: object, rate: float) -> object:
+def ema(target: Tree, online: Tree, rate: float) -> Tree:
     """target + rate (online - target), leaf by leaf, norms and biases included."""
     return jax.tree.map(lambda t, o: t + rate * (o - t), target, online)
