@@ -18,6 +18,8 @@ EXIT_CODE = 70
 
 LOOKS = 10
 """Looks at the environment per time-out: the process ends at most a tenth of it late."""
+LONGEST = 10.0
+"""Seconds between two looks at most."""
 
 
 @contextmanager
@@ -32,7 +34,7 @@ def watch(env: BatchedEnv, timeout: float, stop: Callable[[int], None] = os._exi
 
     def look() -> None:
         seen, since = (env.active, env.ticks), time.monotonic()
-        while not done.wait(timeout / LOOKS):
+        while not done.wait(min(timeout / LOOKS, LONGEST)):
             now = env.active, env.ticks
             if now[0] is None or now != seen:
                 seen, since = now, time.monotonic()

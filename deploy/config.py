@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -87,9 +87,9 @@ class RunConfig:
         for key, bound in low.items():
             if values[key] < bound:
                 raise ValueError(f"{key}={values[key]} must be at least {bound}")
-        if self.env.timeout <= 0:
+        if not self.env.timeout > 0:
             raise ValueError(f"env.timeout={self.env.timeout} must be above 0 seconds")
-        if self.memory_limit is not None and self.memory_limit <= 0:
+        if self.memory_limit is not None and not self.memory_limit > 0:
             raise ValueError(f"memory_limit={self.memory_limit} must be above 0 GiB")
 
 
@@ -141,8 +141,23 @@ def _build(kind: type, values: Any, prefix: str, path: Path) -> Any:
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{path} lacks keys without a default: {_listed(prefix, missing)}")
     hints = get_type_hints(kind)
+    for key, value in values.items():
+        if not is_dataclass(hints[key]) and not _fits(value, hints[key]):
+            wanted = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key]).removeprefix("typing.")
+            raise ValueError(f"{path} has {prefix}{key}: {value!r}, which is no {wanted}")
     built = {k: _build(hints[k], v, f"{prefix}{k}.", path) if is_dataclass(hints[k]) else v for k, v in values.items()}
     return kind(**built)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML has a field's type. An int may stand for a float, a bool for no number."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):  # a union
+        return any(_fits(value, part) for part in get_args(hint))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def _listed(prefix: str, names: list[str]) -> str:
