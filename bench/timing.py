@@ -1,7 +1,7 @@
 """How the benchmarks measure: interleaved with a calibration, in wall and CPU time, as JSON lines.
 
-`cal` is one jitted float32 product of 1024 x 1024 matrices, timed between the repetitions of the case in the same run: a
-speed in cal compares across machines and noisy hours. On a busy machine judge by CPU time.
+`cal` is one jitted float32 product of 1024 x 1024 matrices, timed between the repetitions of the case in the same run:
+a speed in cal compares across machines and noisy hours. On a busy machine judge by CPU time.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[..., D] @ [D, U], all rows of x at once: XLA's CPU takes twice as long for dw where it sums over several axes."""
+    """[..., D] @ [D, U], all rows of x at once: on CPU, dw takes twice as long where it sums over several axes."""
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
 
 

@@ -49,7 +49,8 @@ def from_reference(named: Mapping[str, np.ndarray]) -> Params:
                 f"{name!r} is no parameter of a single-task TD-MPC2 model with vector observations; "
                 f"known are {', '.join(MODULES)}, each with .LAYER.weight, .bias, .ln.weight and .ln.bias"
             )
-        *inner, leaf = (MODULES[module], f"layer{layer}", *fields[field])
+        inner = [MODULES[module], f"layer{layer}", *fields[field]]
+        leaf = inner.pop()
         node = params
         for key in inner:
             node = node.setdefault(key, {})

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from telamon.agents.base import Mode
 from telamon.agents.tdmpc2 import losses, optim
@@ -169,7 +170,7 @@ class TDMPC2:
     def acting_params(self, state: TrainState) -> Params:
         return state.params
 
-    def flatten_obs(self, obs: Mapping[str, jax.Array]) -> jax.Array:
+    def flatten_obs(self, obs: Mapping[str, jax.Array | np.ndarray]) -> jax.Array:
         """All entries in the environment's own key order, scalars as one: {key: [..., *shape]} -> float32 [..., S]."""
         parts = []
         for key, array in self.env.obs:
@@ -216,8 +217,9 @@ class TDMPC2:
         if batching == "vmap":
             action, mean = jax.vmap(one, in_axes=(0, 0, 0, NOISE_AXES))(z, carry, is_first, noise.plan)
         else:
-            pairs, per_env = noise.plan.pairs, noise.plan._replace(pairs=None)
-            single = lambda x: one(x[0], x[1], x[2], x[3]._replace(pairs=pairs))
+            shared = noise.plan.pairs  # closed over: a map runs over every leaf that it is given
+            per_env = noise.plan._replace(pairs=jnp.zeros(len(z)))
+            single = lambda x: one(x[0], x[1], x[2], x[3]._replace(pairs=shared))
             action, mean = jax.lax.map(single, (z, carry, is_first, per_env))
         return action.reshape(-1, *self.env.action.shape), mean, {}
 

@@ -94,8 +94,8 @@ def plan_value(
     the reward on entering a state predicted to be terminal still counts; nothing after it does.
     """
     episodic = nets.config.episodic
-    total, weight = 0.0, 1.0
-    alive = jnp.ones(actions.shape[1])
+    weight = 1.0
+    total, alive = jnp.zeros(actions.shape[1]), jnp.ones(actions.shape[1])
     for t in range(actions.shape[0]):
         reward = nets.two_hot.decode(nets.reward(params, z, actions[t]))
         z = nets.dynamics(params, z, actions[t])
@@ -173,7 +173,9 @@ def plan(
     pi_actions = policy_trajectories(nets, params, z, noise.pi_traj_eps)
     dropped = RECIPES[c.recipe].q_dropout_always and c.dropout > 0
 
-    def body(carry: tuple[jax.Array, jax.Array], draws: tuple[jax.Array, ...]):
+    def body(
+        carry: tuple[jax.Array, jax.Array], draws: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, jax.Array], Iteration]:
         candidates, terminal_eps, pair, i = draws
         key = jax.random.fold_in(noise.dropout, i) if dropped else None
         found = iterate(nets, params, gamma, z, pi_actions, *carry, candidates, terminal_eps, pair, key)
