@@ -20,7 +20,7 @@ def make_run(tmp_path):
     ):
         run_dir = tmp_path / name
         run_dir.mkdir()
-        save(RunConfig("tdmpc2", task, seed=seed, steps=steps, agent=with_preset(preset)), run_dir)
+        save(RunConfig("tdmpc2", task, seed=seed, steps=steps, agent=with_preset(str(preset))), run_dir)
         with MetricsWriter(run_dir) as writer:
             for step in range(0, 50_001, 10_000):
                 writer.write(step, {metric: step / 100 + seed for metric in metrics})
