@@ -1,0 +1,112 @@
+"""The `telamon` command: its exit codes, and that a failure is one sentence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import cli, commands, config
+from deploy.cli import SUMMARIES, main
+from deploy.config import RunConfig
+
+
+@pytest.fixture
+def telamon(monkeypatch, capsys):
+    """Runs the command in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: True)  # it would change this process for good
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["telamon", *args])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        said = capsys.readouterr()
+        return exit_.value.code, said.out, said.err
+
+    return run
+
+
+def test_every_command_is_listed_and_has_its_function(telamon):
+    code, out, err = telamon("--help")
+    assert (code, err) == (0, "")
+    for name, summary in SUMMARIES.items():
+        assert f"  {name}" in out
+        assert summary in out
+        assert callable(getattr(commands, name.replace("-", "_")))
+    assert telamon() == (2, out, "")
+
+
+def test_an_unknown_command_is_named(telamon):
+    assert telamon("trian") == (2, "", f"telamon: 'trian' is none of {', '.join(SUMMARIES)}\n")
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_every_command_has_its_help(telamon, name):
+    code, out, err = telamon(name, "--help")
+    assert (code, err) == (0, "")
+    assert f"usage: telamon {name} " in out
+
+
+def test_wrong_usage_says_what_is_known(telamon, tmp_path):
+    code, out, err = telamon(
+        "train", "tdmpc2", "counting:continuous", "--stepz", "3", "--run-dir", str(tmp_path / "run")
+    )
+    assert (code, out) == (2, "")
+    assert "--stepz" in err
+    assert "--steps" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--steps", "0"], "steps=0 must be at least 1"),
+        (["--preset", "7"], "preset '7' is none of 1, 5, 19, 48, 317, laptop"),
+        (["--resume"], "RUN holds no run to resume (no config.yaml); leave --resume away"),
+    ],
+)
+def test_a_refusal_is_one_sentence(telamon, tmp_path, args, sentence):
+    run_dir = tmp_path / "run"
+    code, out, err = telamon("train", "tdmpc2", "counting:continuous", "--run-dir", str(run_dir), *args)
+    assert (code, out, err) == (1, "", f"telamon: {sentence.replace('RUN', str(run_dir))}\n")
+    assert not run_dir.exists()
+
+
+def test_the_traceback_is_there_for_those_who_ask(telamon, monkeypatch):
+    monkeypatch.setenv("TELAMON_TRACEBACK", "1")
+    monkeypatch.setattr(sys, "argv", ["telamon", "train", "tdmpc2", "counting:continuous", "--steps", "0"])
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        main()
+
+
+def test_a_bug_is_no_refusal(telamon, monkeypatch):
+    monkeypatch.setattr(commands, "envs", lambda args: {}["missing"])
+    monkeypatch.setattr(sys, "argv", ["telamon", "envs"])
+    with pytest.raises(KeyError):
+        main()
+
+
+def test_train_gets_preset_overrides_and_run_directory(telamon, monkeypatch):
+    seen = []
+    monkeypatch.setattr(commands.local, "train", lambda *args: seen.append(args[:3]) or 0)
+    assert telamon("train", "tdmpc2", "dmc:cartpole-swingup", "--preset", "1", "--agent.lr", "1e-3", "--resume")[0] == 0
+    ((given, run_dir, resume),) = seen
+    agent = config.with_preset("1")
+    assert given == RunConfig("tdmpc2", "dmc:cartpole-swingup", agent=type(agent)(**{**vars(agent), "lr": 1e-3}))
+    assert run_dir == Path("runs/tdmpc2-dmc-cartpole-swingup-seed1")
+    assert resume is True
+
+
+def test_an_override_wins_over_the_preset(telamon, monkeypatch):
+    seen = []
+    monkeypatch.setattr(commands.local, "train", lambda *args: seen.append(args[0]) or 0)
+    for order in (["--preset", "1", "--agent.mlp-dim", "77"], ["--agent.mlp-dim", "77", "--preset", "1"]):
+        telamon("train", "tdmpc2", "dmc:cartpole-swingup", *order)
+    assert [c.agent.mlp_dim for c in seen] == [77, 77]
+    assert [c.agent.num_q for c in seen] == [2, 2]
+
+
+def test_the_exit_code_is_the_commands(telamon, monkeypatch):
+    monkeypatch.setattr(commands.local, "train", lambda *args: 130)
+    assert telamon("train", "tdmpc2", "dmc:cartpole-swingup") == (130, "", "")
