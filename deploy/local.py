@@ -55,6 +55,22 @@ def build_env(config: RunConfig, num_envs: int, seed: int) -> BatchedEnv:
     return make_env(config.task, num_envs, seed, action_repeat=config.env.action_repeat, on_error=config.env.on_error)
 
 
+def env_seed(config: RunConfig, run_dir: Path) -> int:
+    """The run's own seed, except where it goes on with environments that could not be saved: there every resume has
+    another, or the same first episodes would be seen again."""
+    directory = run_dir / "checkpoints"
+    for name in checkpoint.names(directory):
+        try:
+            meta = checkpoint.read_meta(directory, name)
+        except ValueError:
+            continue  # `restore` passes over it too, and says so
+        rows = meta["counters"]["rows"]
+        if rows == 0 or meta["env_saved"]:
+            break
+        return int(generator(config.seed, Stream.ENV, rows).integers(2**31))
+    return config.seed
+
+
 def capacity(config: RunConfig, agent: Agent) -> int:
     """Rows per environment: what the agent's preset keeps, or what the whole run can give, if that is less."""
     transitions = math.ceil(config.steps / agent.env.action_repeat / config.env.num)
@@ -173,9 +189,9 @@ class Run:
         Raises Stopped once `stopped()`.
         """
         config, index = self.config, self.env_steps
-        env_seed = int(generator(config.seed, Stream.EVAL, index).integers(2**31))
+        own_seed = int(generator(config.seed, Stream.EVAL, index).integers(2**31))
         with ExitStack() as stack:
-            env = build_env(config, config.eval.episodes, env_seed)
+            env = build_env(config, config.eval.episodes, own_seed)
             stack.callback(env.close)
             stack.enter_context(watch(env, config.env.timeout))
             params = self.agent.acting_params(self.state.train)
@@ -211,6 +227,7 @@ class Run:
             "metrics_length": self.metrics_length,
             "config": asdict(self.config),
             "env_spec": asdict(self.agent.env),
+            "env_saved": any(k.startswith("env/") for k in arrays),
             "versions": versions(),
         }
         path = checkpoint.save(directory, name, self.state, arrays, meta)
@@ -388,7 +405,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
     """
     check_run_dir(config, run_dir, resume)
     with ExitStack() as stack:
-        env = build_env(config, config.env.num, config.seed)
+        env = build_env(config, config.env.num, env_seed(config, run_dir))
         stack.callback(env.close)
         agent = make_agent(config, env.spec)
         predicted = memory(config, agent)
