@@ -100,7 +100,7 @@ def test_values_that_cannot_work_are_refused_with_one_sentence(changes, sentence
     [
         (
             EnvSpec("gym:CartPole-v1", (("obs", ArraySpec((4,))),), ActionSpec((), (2,)), 500),
-            "continuous actions, but gym:CartPole-v1 has discrete actions .* choose an ENV with a Box action",
+            "continuous actions, but gym:CartPole-v1 has discrete actions .* choose an ENV with a Box",
         ),
         (
             EnvSpec("pixels", (("image", ArraySpec((64, 64, 3), "uint8")),), ActionSpec((2,)), 500),
