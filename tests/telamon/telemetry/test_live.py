@@ -147,7 +147,9 @@ def test_rate_is_the_mean_over_its_window():
 def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(
-        "import time\n"
+        "import signal, time\n"
+        # a test run in the background inherits an ignored SIGINT, and Python then leaves it ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from rich.console import Console\n"
         "from telamon.telemetry.live import LiveView\n"
         "with LiveView('task', 10, Console()) as view:\n"
