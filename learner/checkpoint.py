@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -95,10 +96,8 @@ def read_meta(directory: Path, name: str) -> dict[str, Any]:
 
 
 def names(directory: Path) -> list[str]:
-    """Complete checkpoints, newest first (names sort by age)."""
-    if not directory.is_dir():
-        return []
-    return sorted((p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith(".")), reverse=True)
+    """Complete checkpoints, newest first (names sort by age). Whatever is not named by numbers is somebody else's."""
+    return sorted((p.name for p in directory.glob("[0-9]*") if re.fullmatch(r"[0-9-]+", p.name)), reverse=True)
 
 
 def remove(directory: Path, name: str) -> None:

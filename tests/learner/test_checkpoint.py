@@ -72,11 +72,19 @@ def test_names_are_newest_first_and_whole(tmp_path):
         save(tmp_path, name)
     (tmp_path / f"{checkpoint.TEMPORARY}0004").mkdir()
     (tmp_path / "README").write_text("not ours")
-    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "best").mkdir()  # a copy that a user keeps
+    (tmp_path / "0003 copy").mkdir()
     assert checkpoint.names(tmp_path) == ["0003", "0002", "0001"]
     checkpoint.remove(tmp_path, "0002")
     assert checkpoint.names(tmp_path) == ["0003", "0001"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", ".partial-0004", "0001", "0003", "README"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".partial-0004",
+        "0001",
+        "0003",
+        "0003 copy",
+        "README",
+        "best",
+    ]
 
 
 def test_a_save_replaces_and_clears_away(tmp_path):
