@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,12 @@ import pytest
 from learner.update import init, make_update
 from telamon.agents.tdmpc2 import losses
 from telamon.agents.tdmpc2.agent import TDMPC2
-from telamon.data import Window
+from telamon.data import ActionSpec, Window
 from tests.telamon.agents.tdmpc2 import tiny
 
 
 def window(agent: TDMPC2, seed: int = 0) -> Window:
-    """Rows that know their place: row t of window b holds 10 b + t, negated in its action."""
+    """Rows that know their place: row t of window b holds (10 b + t) / 100, negated in its action."""
     b, t = agent.batch_size, agent.window_spec.length
     where = (10 * np.arange(b)[:, None] + np.arange(t) + 100 * seed).astype(np.float32) / 100
     flags = np.zeros((b, t), bool)
@@ -31,9 +33,9 @@ def window(agent: TDMPC2, seed: int = 0) -> Window:
 
 
 def test_observations_keep_the_environments_order_and_scalars_count_one():
-    agent = tiny.agent()
-    flat = agent.flatten_obs({"alpha": jnp.array([9.0]), "zeta": jnp.array([[1.0, 2.0, 3.0]])})
+    flat = tiny.agent().flatten_obs({"alpha": np.array([9.0]), "zeta": np.array([[1.0, 2.0, 3.0]])})
     np.testing.assert_array_equal(flat, [[1, 2, 3, 9]])
+    assert flat.dtype == jnp.float32
 
 
 def test_a_batch_pairs_each_action_with_the_reward_and_end_that_followed():
@@ -55,18 +57,29 @@ def test_one_environment_acts_at_random_for_one_transition_more_than_the_seed_th
     assert [schedule.due(n) for n in (0, 999, 1000, 1001, 1002, 5000)] == [0, 0, 0, 1000, 1001, 4999]
 
 
+def test_a_burst_resumes_where_it_stopped():
+    """What is left is due minus done: arithmetic, no state."""
+    schedule = tiny.agent(episode_length=500).schedule(1)
+    assert schedule.start == 2500
+    assert schedule.due(2501) - 1234 == 1266
+
+
 def test_many_environments_wait_for_their_first_round_of_episodes():
     schedule = tiny.agent().schedule(32)  # a round is 1600 transitions
     assert [schedule.due(n) for n in (1600, 1632, 1664)] == [0, 1600, 1632]
+    sixteen = tiny.agent(episode_length=500).schedule(16)
+    assert [sixteen.due(n) for n in (8000, 8016, 8032)] == [0, 8000, 8016]
 
 
-def test_the_seed_is_five_episodes_where_those_are_longer_than_1000():
-    assert tiny.agent(episode_length=500).schedule(1).start == 2500
-    assert tiny.agent(seed_steps=0).schedule(1).start >= 50  # nothing can be sampled before
+def test_a_given_seed_is_kept_but_for_the_first_round_of_episodes():
+    assert tiny.agent(seed_steps=123).schedule(1).start == 123
+    assert tiny.agent(seed_steps=0).schedule(4).start == 4 * 50  # nothing can be sampled before
 
 
 def test_capacity_is_in_whole_episodes():
     assert tiny.agent(buffer_size=120).capacity(1) == 3 * 51
+    assert tiny.agent(episode_length=500).capacity(1) == 2000 * 501
+    assert tiny.agent(episode_length=500).capacity(16) == 125 * 501
 
 
 # state
@@ -74,133 +87,174 @@ def test_capacity_is_in_whole_episodes():
 
 def test_a_fresh_state():
     agent = tiny.agent()
-    state = agent.init(jax.random.key(0))
-    q = state.params["q"]
-    jax.tree.map(np.testing.assert_array_equal, q, state.target_q)
-    for module in ("reward", "q"):
-        assert not np.asarray(state.params[module]["layer2"]["kernel"]).any()
-    for module in ("pi", "encoder", "dynamics"):
-        last = sorted(state.params[module])[-1]
-        kernel = state.params[module][last].get("kernel", state.params[module][last].get("linear", {}).get("kernel"))
-        assert 0.01 < np.std(kernel) < 0.03
-    members = np.asarray(q["layer0"]["linear"]["kernel"])
-    assert len({m.tobytes() for m in members}) == 3
-    z, a = jnp.ones((5, 16)), jnp.ones((5, 2))
-    nets = agent.networks
-    assert not np.asarray(nets.two_hot.decode(jax.jit(nets.reward)(state.params, z, a))).any()
-    assert not np.asarray(nets.two_hot.decode(jax.jit(nets.q)(q, z, a))).any()
+    state = tiny.jit(agent.init)(jax.random.key(0))
+    params, nets = state.params, agent.networks
+    jax.tree.map(np.testing.assert_array_equal, params["q"], state.target_q)
     assert state.scale == 1
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        zero_head = "kernel" in name and "layer2" in name and ("reward" in name or "['q']" in name)
+        if "bias" in name or zero_head:
+            assert not np.asarray(leaf).any(), name
+        elif "scale" in name:
+            assert (leaf == 1).all(), name
+        else:
+            assert float(leaf.std()) == pytest.approx(0.02, rel=0.5), name
+    members = np.asarray(params["q"]["layer0"]["linear"]["kernel"])
+    assert len({m.tobytes() for m in members}) == 3
+    z, a = jax.random.uniform(jax.random.key(1), (5, 16)), jnp.ones((5, 2))
+    for logits in (tiny.jit(nets.reward)(params, z, a), tiny.jit(nets.q)(params["q"], z, a)):
+        assert not np.asarray(nets.two_hot.decode(logits)).any()
 
 
 # Q ensemble
 
 
-def test_members_and_calls_have_dropout_masks_of_their_own():
+def test_members_calls_and_rows_have_dropout_masks_of_their_own():
     agent = tiny.agent(dropout=0.5)
-    nets = agent.networks
-    one = tiny.state(agent).params["q"]
-    same = jax.tree.map(lambda x: jnp.stack([x[0]] * 3), one)  # identical members: only masks can differ
+    q = tiny.jit(agent.networks.q)
+    same = jax.tree.map(lambda x: jnp.stack([x[0]] * 3), tiny.params(agent)["q"])  # only masks can differ
     z, a = jnp.ones((6, 16)), jnp.ones((6, 2))
-    logits = np.asarray(nets.q(same, z, a, jax.random.key(0)))
+    logits = np.asarray(q(same, z, a, jax.random.key(0)))
     assert not np.array_equal(logits[0], logits[1])
-    assert not np.array_equal(logits[0], np.asarray(nets.q(same, z, a, jax.random.key(1)))[0])
-    assert not np.array_equal(logits[0][0], logits[0][1])  # nor do rows share one
-    plain = np.asarray(nets.q(same, z, a))
+    assert not np.array_equal(logits[0], np.asarray(q(same, z, a, jax.random.key(1)))[0])
+    assert not np.array_equal(logits[0][0], logits[0][1])
+    plain = np.asarray(q(same, z, a))
     np.testing.assert_array_equal(plain[0], plain[1])
+    np.testing.assert_array_equal(plain[0][0], plain[0][1])
 
 
 def test_the_smaller_of_two_decoded_values_is_not_the_value_of_their_mean():
     agent = tiny.agent()
-    q, nets = tiny.state(agent).params["q"], agent.networks
-    z, a = jnp.ones((4, 16)), jnp.ones((4, 2))
-    low = nets.q_pair(q, jnp.array([0, 1]), z, a).min(0)
-    mean = nets.two_hot.decode(nets.q(q, z, a)[:2].mean(0))
-    assert (np.abs(low - mean) > 1e-3).all()
-    for other in (nets.q_pair(q, jnp.array([1, 0]), z, a).min(0),):
-        np.testing.assert_array_equal(low, other)
+    q, nets = tiny.params(agent)["q"], agent.networks
+    z, a = jax.random.uniform(jax.random.key(0), (4, 16)), jnp.ones((4, 2))
+    pair = tiny.jit(nets.q_pair)
+    decoded = nets.two_hot.decode(tiny.jit(nets.q)(q, z, a))
+    np.testing.assert_allclose(pair(q, jnp.array([2, 0]), z, a), decoded[jnp.array([2, 0])], rtol=1e-5, atol=1e-6)
+    of_mean = nets.two_hot.decode(tiny.jit(nets.q)(q, z, a)[:2].mean(0))
+    assert (np.abs(decoded[:2].min(0) - of_mean) > 1e-3).all()
+    assert (np.abs(decoded[:2].mean(0) - of_mean) > 1e-4).any()
 
 
-# losses
+# updates
+
+LIVELY = {recipe: tiny.agent(recipe=recipe, dropout=0.5) for recipe in ("paper", "latest")}
+EPISODIC = tiny.agent(episodic=True)
 
 
-def test_dropout_acts_in_the_target_of_recipe_paper_only_and_always_in_the_losses():
-    for recipe, in_target in (("paper", True), ("latest", False)):
-        agent = tiny.agent(recipe=recipe, dropout=0.5)
-        state, batch, noise = tiny.state(agent), tiny.batch(agent), agent.draw_update_noise(jax.random.key(0))
-        find = jax.jit(agent.losses)
-        target, (_, model), _ = find(state, batch, noise)
-        target2, (_, model2), _ = find(state, batch, noise._replace(dropout=jax.random.key(7)))
-        assert np.array_equal(target.value, target2.value) is not in_target
-        assert not np.array_equal(model.q_logits, model2.q_logits)
+def found_by(agent: TDMPC2, noise_key: int = 0, dropout: int = 0, **batch: jax.Array):
+    """(state, metrics, intermediates) of one update."""
+    noise = tiny.update_noise(agent, jax.random.key(noise_key))._replace(dropout=jax.random.key(dropout))
+    return tiny.update(agent, tiny.state(agent), tiny.batch(agent)._replace(**batch), noise)
+
+
+@pytest.mark.parametrize(("recipe", "in_target"), [("paper", True), ("latest", False)])
+def test_dropout_acts_in_the_targets_of_recipe_paper_only_and_always_in_the_losses(recipe, in_target):
+    _, _, one = found_by(LIVELY[recipe])
+    _, _, two = found_by(LIVELY[recipe], dropout=1)
+    assert np.array_equal(one.target.value, two.target.value) is not in_target
+    assert not np.array_equal(one.model.q_logits, two.model.q_logits)
+    assert not np.array_equal(one.policy.q, two.policy.q)
+    np.testing.assert_array_equal(one.model.reward_logits, two.model.reward_logits)
+    np.testing.assert_array_equal(one.target.next_z, two.target.next_z)
+
+
+def test_each_loss_moves_its_own_parameters_alone():
+    agent = LIVELY["latest"]
+    state, noise = tiny.state(agent), tiny.update_noise(agent, jax.random.key(0))
+    _, _, found = found_by(agent)
+    assert set(found.grads) == {"encoder", "dynamics", "reward", "q"}
+    assert all(np.asarray(g).any() for g in jax.tree.leaves(found.grads))
+    loss = lambda q, zs: losses.policy_loss(
+        state.params["pi"], agent.networks, q, zs, state.scale, noise.pi_eps, noise.pi_pair, noise.dropout
+    )[0]
+    through = tiny.jit(jax.grad(loss, argnums=(0, 1)))(state.params["q"], found.model.zs)
+    assert not any(np.asarray(g).any() for g in jax.tree.leaves(through))
 
 
 def test_a_terminal_transition_is_worth_its_reward():
-    agent = tiny.agent(episodic=True)
-    state, batch, noise = tiny.state(agent), tiny.batch(agent), agent.draw_update_noise(jax.random.key(0))
-    ended = batch._replace(terminated=jnp.ones_like(batch.terminated))
-    target, *_ = jax.jit(agent.losses)(state, ended, noise)
-    np.testing.assert_array_equal(target.value, batch.reward)
+    _, metrics, found = found_by(EPISODIC)
+    batch = tiny.batch(EPISODIC)
+    ended = batch.terminated == 1
+    np.testing.assert_array_equal(found.target.value[ended], batch.reward[ended])
+    assert (np.abs(found.target.value - batch.reward)[~ended] > 1e-4).all()
+    assert metrics["termination_rate"] == 0.5
 
 
-def test_world_losses_do_not_move_the_policy_nor_policy_losses_the_world():
-    agent = tiny.agent()
-    state, batch, noise = tiny.state(agent), tiny.batch(agent), agent.draw_update_noise(jax.random.key(0))
-    target, _, grads = jax.jit(agent.losses)(state, batch, noise)
-    assert "pi" not in grads
-    loss = lambda q: losses.policy_loss(
-        state.params["pi"],
-        agent.networks,
-        q,
-        target.next_z,
-        state.scale,
-        noise.pi_eps[:3],
-        noise.pi_pair,
-        noise.dropout,
-    )[0]
-    assert all(not np.asarray(g).any() for g in jax.tree.leaves(jax.grad(loss)(state.params["q"])))
+def test_termination_loss_is_the_mean_binary_cross_entropy_of_hard_labels():
+    """log 2 at logit 0, whatever the label."""
+    state = tiny.state(EPISODIC)
+    head = state.params["termination"]
+    head = head | {"layer2": jax.tree.map(jnp.zeros_like, head["layer2"])}
+    silent = state._replace(params=state.params | {"termination": head})
+    noise = tiny.update_noise(EPISODIC, jax.random.key(0))
+    _, metrics, found = tiny.update(EPISODIC, silent, tiny.batch(EPISODIC), noise)
+    np.testing.assert_allclose(metrics["termination_loss"], 0.6931472, rtol=1e-6)
+    assert found.model.termination_logits.shape == (2, 4)
 
 
-def test_termination_loss_and_statistics():
-    zero = jnp.zeros(4)
-    np.testing.assert_allclose(
-        losses.optax.sigmoid_binary_cross_entropy(zero, jnp.array([0.0, 1, 0, 1])), np.log(2), rtol=1e-6
-    )
-    found = losses.termination_statistics(jnp.array([1.0, 1, -1, -1]), jnp.array([1.0, 0, 1, 0]))
-    assert found["termination_rate"] == 0.5
+def test_termination_statistics():
+    found = losses.termination_statistics(jnp.array([1.0, 1, -1, -1, 0]), jnp.array([1.0, 0, 1, 0, 0]))
+    assert found["termination_rate"] == pytest.approx(0.4)
     np.testing.assert_allclose(found["termination_f1"], 0.5, rtol=1e-6)
     none = losses.termination_statistics(jnp.array([-1.0, -1]), jnp.zeros(2))
     assert none["termination_f1"] == 0  # guarded, not a division by zero
 
 
-def test_episodic_learning_and_acting_run_and_learn_terminations():
-    agent = tiny.agent(episodic=True)
-    update = jax.jit(agent.update_from_batch)
-    state, batch = agent.init(jax.random.key(0)), tiny.batch(agent, seed=3)
-    first = None
-    for i in range(200):
-        state, metrics = update(state, batch, agent.draw_update_noise(jax.random.key(i)))
-        first = first or metrics
-    assert metrics["termination_loss"] < 0.7 * first["termination_loss"]
-
-
-@pytest.mark.parametrize("recipe", ["paper", "latest"])
-def test_bf16_networks_keep_float32_parameters_and_losses(recipe):
-    agent = tiny.agent(dtype="bfloat16", recipe=recipe)
-    state, metrics = jax.jit(agent.update_from_batch)(
-        tiny.state(agent), tiny.batch(agent), agent.draw_update_noise(jax.random.key(0))
+def test_episodic_mode_learns_terminations_values_and_rewards_and_acts():
+    state, batch = tiny.jit(EPISODIC.init)(jax.random.key(0)), tiny.batch(EPISODIC, seed=3)
+    history = []
+    for i in range(300):
+        state, metrics, _ = tiny.update(EPISODIC, state, batch, tiny.update_noise(EPISODIC, jax.random.key(i)))
+        history.append(metrics)
+    for name in ("termination_loss", "reward_loss", "total_loss"):
+        assert history[-1][name] < 0.9 * history[0][name], name
+    obs = {"zeta": jnp.ones((1, 3)), "alpha": jnp.ones(1)}
+    noise = tiny.act_noise(EPISODIC, jax.random.key(0), 1)
+    action, carry, _ = tiny.act(
+        EPISODIC, state.params, EPISODIC.initial_carry(1), obs, jnp.array([True]), noise, mode="train"
     )
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    assert all(m.dtype == jnp.float32 and np.isfinite(m) for m in metrics.values())
+    assert action.shape == (1, 2)
+    assert np.isfinite(carry).all()
+    assert (np.abs(action) <= 1).all()
 
 
-def test_a_report_changes_nothing():
-    agent = tiny.agent()
-    rows, noise = window(agent), agent.draw_update_noise(jax.random.key(0))
+def test_without_episodic_mode_there_is_no_termination_head():
+    assert "termination" not in jax.eval_shape(tiny.agent().init, jax.random.key(0)).params
+    assert not tiny.agent().learns_terminations
+    assert EPISODIC.learns_terminations
+
+
+def test_bf16_networks_keep_float32_parameters_distributions_and_losses():
+    agent = tiny.agent(dtype="bfloat16", recipe="latest")
+    state, metrics, found = found_by(agent)
+    assert {x.dtype for x in jax.tree.leaves((state, metrics, found))} == {jnp.dtype("float32"), jnp.dtype("int32")}
+    assert all(np.isfinite(m) for m in metrics.values())
+    _, exact, _ = found_by(tiny.agent(dtype="float32", recipe="latest"))
+    assert metrics["total_loss"] != exact["total_loss"]
+    np.testing.assert_allclose(metrics["total_loss"], exact["total_loss"], rtol=0.02)
+
+
+def test_a_report_gives_the_losses_of_an_update():
+    agent = tiny.agent(recipe="latest")
+    rows, noise = window(agent), tiny.update_noise(agent, jax.random.key(0))
     state = tiny.state(agent)
-    found = jax.jit(agent.report)(state, rows, noise)
-    _, metrics, _ = jax.jit(agent.update)(state, rows, noise)
-    for name, value in found.items():
+    reported = tiny.jit(agent.report)(state, rows, noise)
+    _, metrics, _ = tiny.update(agent, state, agent.batch(rows), noise)
+    assert set(reported) == {"consistency_loss", "reward_loss", "value_loss", "total_loss"}
+    for name, value in reported.items():
         np.testing.assert_allclose(value, metrics[name], rtol=1e-6)
+
+
+def test_draws_of_an_update_are_independent():
+    agent = tiny.agent(batch_size=512)
+    noise = tiny.update_noise(agent, jax.random.key(0))
+    assert noise.td_eps.shape == (2, 512, 2)
+    assert noise.pi_eps.shape == (3, 512, 2)
+    np.testing.assert_allclose([noise.td_eps.std(), noise.pi_eps.std()], 1, atol=0.05)
+    assert abs(np.corrcoef(noise.td_eps.ravel(), noise.pi_eps[:2].ravel())[0, 1]) < 0.1
+    pairs = [tiny.update_noise(agent, jax.random.key(i)) for i in range(12)]
+    assert any(set(map(int, n.td_pair)) != set(map(int, n.pi_pair)) for n in pairs)
 
 
 # acting
@@ -208,24 +262,34 @@ def test_a_report_changes_nothing():
 
 def test_without_a_planner_training_samples_and_evaluation_takes_the_mean():
     agent = tiny.agent(mpc=False)
-    params, carry = tiny.state(agent).params, agent.initial_carry(2) + 0.5
+    params, carry = tiny.params(agent), agent.initial_carry(2) + 0.5
     obs = {"zeta": jnp.ones((2, 3)), "alpha": jnp.ones(2)}
     first = jnp.zeros(2, bool)
-    noises = [agent.draw_act_noise(jax.random.key(i), 2) for i in range(2)]
-    sampled = [agent.act(params, carry, obs, first, n, "train")[0] for n in noises]
-    means = [agent.act(params, carry, obs, first, n, "eval")[0] for n in noises]
-    assert not np.array_equal(*sampled)
-    np.testing.assert_array_equal(*means)
+    noises = [tiny.act_noise(agent, jax.random.key(i), 2) for i in range(2)]
+    act = lambda mode, noise: tiny.act(agent, params, carry, obs, first, noise, mode=mode)
+    assert not np.array_equal(act("train", noises[0])[0], act("train", noises[1])[0])
+    np.testing.assert_array_equal(act("eval", noises[0])[0], act("eval", noises[1])[0])
     mean, _ = agent.networks.policy(params, agent.networks.encode(params, agent.flatten_obs(obs)))
-    np.testing.assert_allclose(means[0], jnp.tanh(mean), rtol=1e-6)
-    np.testing.assert_array_equal(agent.act(params, carry, obs, first, noises[0], "train")[1], carry)
+    np.testing.assert_allclose(act("eval", noises[0])[0], jnp.tanh(mean), rtol=1e-5)
+    np.testing.assert_array_equal(act("train", noises[0])[1], carry)
+
+
+def test_actions_have_the_environments_shape():
+    agent = tiny.agent(env=replace(tiny.ENV, action=ActionSpec((2, 3))), mpc=False)
+    noise = tiny.act_noise(agent, jax.random.key(0), 4)
+    obs = {"zeta": jnp.ones((4, 3)), "alpha": jnp.ones(4)}
+    shapes = jax.eval_shape(
+        lambda params: agent.act(params, agent.initial_carry(4), obs, jnp.zeros(4, bool), noise, "train"),
+        jax.eval_shape(agent.init, jax.random.key(0)).params,
+    )
+    assert shapes[0].shape == (4, 2, 3)
 
 
 # compilation
 
 
 def test_nothing_is_compiled_again_after_the_first_update_plan_and_action():
-    agent = tiny.agent()
+    agent = tiny.agent(horizon=1, num_q=2, iterations=1)
     update = make_update(agent)
     state = init(agent, jax.random.key(0))
     key = jax.random.key(1)
@@ -239,6 +303,4 @@ def test_nothing_is_compiled_again_after_the_first_update_plan_and_action():
         state, _, _ = update(state, window(agent, seed=i), key, np.uint32(i))
         obs = {"zeta": np.full((2, 3), i, np.float32), "alpha": np.full(2, i, np.float32)}
         _, carry, _ = act(agent.acting_params(state.train), carry, obs, np.array([i == 0, True]), key, np.uint32(i))
-        if i == 1:
-            sizes = update._cache_size(), act._cache_size()
-    assert (update._cache_size(), act._cache_size()) == sizes == (1, 1)
+    assert (update._cache_size(), act._cache_size()) == (1, 1)
