@@ -219,6 +219,18 @@ def test_a_damaged_checkpoint_is_passed_over(interrupted, tmp_path, caplog, dama
     assert kept(run_dir) == kept(tmp_path / "whole")
 
 
+def test_a_damaged_checkpoint_is_none_of_those_kept(interrupted):
+    harness, run_dir = interrupted
+    damaged, older = checkpoint.names(run_dir / "checkpoints")
+    truncate(run_dir / "checkpoints" / damaged / "loop.npz")
+    between = harness.run(run_dir, resume=True, stopped=once(lambda run: run.counters.transitions == 30, stop))
+    newest, second = checkpoint.names(run_dir / "checkpoints")
+    assert older == second < newest < damaged
+    with harness.open(run_dir) as run:
+        assert run.restore() == newest
+        assert run.counters == between.counters
+
+
 def test_nothing_whole_is_left(interrupted, caplog):
     harness, run_dir = interrupted
     for name in checkpoint.names(run_dir / "checkpoints"):
