@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,21 @@ from telamon.envs import counting
 from telamon.telemetry.writer import WALL_CLOCK
 from tests.probe import ACTION_SIZE, Probe
 
-make_update = lru_cache(update.make_update)
-jit_act = lru_cache(collector.jit_act)
+
+def compiled_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make` with one result per arguments, which is compiled fast rather than to fast code."""
+
+    @lru_cache
+    def build(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "jit", partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0}))
+            return make(*args)
+
+    return build
+
+
+make_update = compiled_once(update.make_update)
+jit_act = compiled_once(collector.jit_act)
 
 TINY = TDMPC2Config(
     enc_dim=16, mlp_dim=16, latent_dim=16, num_enc_layers=1, num_q=2, num_bins=21, horizon=2, batch_size=8,

@@ -67,7 +67,7 @@ def test_stopped_at_any_turn(monkeypatch, tmp_path, kind):
     total = turns(harness, tmp_path / "whole")
     whole = harness.run(tmp_path / "whole", resume=True)
     # every turn between two lines of losses, and some in the random phase and the burst
-    for turn in [0, 1, 10, 22, 30, *range(total - 12, total)]:
+    for turn in [0, 1, 10, 22, 30, *range(total - 8, total)]:
         run_dir = tmp_path / str(turn)
         stopped = harness.run(run_dir, stopped=after(turn, stop))
         resumed = harness.run(run_dir, resume=True, stopped=stop)  # stopped again at once
