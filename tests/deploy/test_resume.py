@@ -54,7 +54,7 @@ def test_killed_at_any_turn_twice(monkeypatch, tmp_path, kind):
     whole = harness.run(tmp_path / "whole", resume=True)
     rng = np.random.default_rng(total)
     # from before the first checkpoint to the last turn
-    for turn in np.linspace(1, total - 1, 12).astype(int):
+    for turn in np.linspace(1, total - 1, 9).astype(int):
         run_dir = tmp_path / str(turn)
         harness.run(run_dir, stopped=after(turn, kill))
         harness.run(run_dir, resume=True, stopped=after(int(rng.integers(1, total)), kill))
