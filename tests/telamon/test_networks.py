@@ -171,14 +171,19 @@ def test_split_products_equal_one_product_of_the_concatenation():
     np.testing.assert_allclose(module.apply(params, z, a), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_compute_dtype_is_bf16_and_parameters_stay_float32():
-    module = NormedMLP((8,), 3, **TDMPC2, dtype=jnp.bfloat16)
-    params = module.init(KEY, jnp.zeros((2, 5)))
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    assert module.apply(params, jnp.zeros((2, 5))).dtype == jnp.bfloat16
-    assert NormedMLP((8,), **TDMPC2, dtype=jnp.bfloat16).apply(
-        NormedMLP((8,), **TDMPC2).init(KEY, jnp.zeros((2, 5))), jnp.zeros((2, 5))
-    ).dtype == jnp.bfloat16  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        Linear(3, normal(1.0), jnp.bfloat16),
+        NormedMLP((8,), **TDMPC2, dtype=jnp.bfloat16),
+        NormedMLP((8,), 3, **DREAMER, dtype=jnp.bfloat16),
+    ],
+)
+def test_compute_dtype_is_bf16_and_parameters_stay_float32(module):
+    x = jnp.zeros((2, 5))
+    params = module.init(KEY, x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert module.apply(params, x).dtype == jnp.bfloat16
 
 
 # B4: dropout
@@ -213,6 +218,7 @@ def test_dropout_acts_in_the_first_layer_only():
     params = module.init(KEY, x)
     silent = jax.tree.map(lambda x: x, params)
     silent["params"]["layer0"]["linear"] = jax.tree.map(jnp.zeros_like, params["params"]["layer0"]["linear"])
+    silent["params"]["layer0"]["norm"]["bias"] = jnp.linspace(-1, 1, 32)  # what the second layer sees
     keys = jax.random.key(1), jax.random.key(2)
     same = [module.apply(silent, x, dropout_key=key) for key in keys]
     other = [module.apply(params, x, dropout_key=key) for key in keys]

@@ -168,8 +168,10 @@ def test_evaluation_removes_the_final_noise_alone():
     np.testing.assert_array_equal(evaluated.action, elite)
     expected = np.clip(elite + trained.last.std[0] * noise.final, -1, 1)
     np.testing.assert_allclose(trained.action, expected, rtol=1e-6)
-    other = decide(agent, draws(agent, seed=1), eval_mode=True)
-    assert not np.array_equal(other.action, evaluated.action)  # still stochastic
+
+    for index in (0, 2):  # still stochastic: the elite is drawn
+        drawn = noise._replace(elite=jnp.ones(4).at[index].set(1e-30))
+        assert decide(agent, drawn, eval_mode=True).elite == index
 
 
 def test_the_mean_is_handed_on_and_not_the_executed_action():
