@@ -39,10 +39,14 @@ def main() -> None:
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         if os.environ.get("TELAMON_TRACEBACK"):
             raise
-        # an OSError's text begins with its number, which helps nobody
-        text = error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else error
+        text = str(error)
+        if isinstance(error, OSError) and error.strerror:  # its text begins with its number, which helps nobody
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(f"telamon: {text}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # a second Ctrl-C, or one outside of training
+        print("telamon: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

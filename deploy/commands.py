@@ -69,7 +69,7 @@ def train(args: list[str]) -> int:
     # the preset is read first: it sets the defaults of the fields that may override it
     wanted = [a for a in args if a not in ("-h", "--help")]
     options, _ = tyro.cli(TrainOptions, args=wanted, return_unknown_args=True)
-    default = Train(TrainOptions(), RunConfig("tdmpc2", tyro.MISSING, agent=with_preset(options.preset)))
+    default = Train(TrainOptions(), RunConfig(tyro.MISSING, tyro.MISSING, agent=with_preset(options.preset)))
     parsed = parse(Train, "train", args, default)
     run_dir = parsed.options.run_dir or default_run_dir(parsed.config)
     return local.train(parsed.config, run_dir, parsed.options.resume, Console())
