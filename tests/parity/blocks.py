@@ -15,7 +15,7 @@ from telamon.agents.tdmpc2.networks import Networks, Params, bounded_log_std
 from telamon.agents.tdmpc2.policy import Sample, entropy_bonus, sample, squashed_entropy
 from telamon.distributional import symexp, symlog, tdmpc2_two_hot
 from telamon.interop.tdmpc2 import from_reference, to_reference
-from telamon.networks import Norm, grouped_softmax, mish
+from telamon.networks import grouped_softmax, mish, norm_layer
 from telamon.normalizers import RunningScale
 from tests.parity.fixture import Fixture, jit
 from tests.parity.report import Line, compare, compare_tree
@@ -180,7 +180,7 @@ def check(fixture: Fixture) -> Iterator[Line]:
 def _bare_norm(x: jax.Array) -> jax.Array:
     """The networks' LayerNorm at gain 1 and shift 0."""
     module = Networks(DEFAULTS, obs_dim=1, action_dim=1).modules["dynamics"]
-    norm = Norm(module.norm, module.norm_eps)
+    norm = norm_layer(module.norm, module.norm_eps, module.dtype)
     return norm.apply({"params": {"scale": jnp.ones(x.shape[-1]), "bias": jnp.zeros(x.shape[-1])}}, x)
 
 
