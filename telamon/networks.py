@@ -65,7 +65,7 @@ def normal(std: float = 0.02) -> Initializer:
 def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     """Inverted dropout from 16 random bits per element; `rate` is rounded to a multiple of 2^-16 (0.01 -> 0.009995).
 
-    A full-width mask costs 15 to 30 % of a plan; two masks are cut from each 32-bit word because threefry computes
+    A full-width mask takes a good part of a plan; two masks are cut from each 32-bit word because threefry computes
     whole words anyway.
     """
     drop = round(rate * 2**16)

@@ -263,13 +263,8 @@ class TDMPC2:
     def update(
         self, state: TrainState, window: Window, noise: UpdateNoise
     ) -> tuple[TrainState, dict[str, jax.Array], None]:
-        return *self.update_from_batch(state, self.batch(window), noise), None
-
-    def update_from_batch(
-        self, state: TrainState, batch: Batch, noise: UpdateNoise
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, and scalars for the logs."""
-        return self.update_with_intermediates(state, batch, noise)[:2]
+        state, metrics, _ = self.update_with_intermediates(state, self.batch(window), noise)
+        return state, metrics, None
 
     def update_with_intermediates(
         self, state: TrainState, batch: Batch, noise: UpdateNoise
