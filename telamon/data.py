@@ -29,6 +29,8 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dtype: str = "float32"
+    classes: int | None = None
+    """Entries are categories 0..classes-1, known for integers and booleans of bounded spaces; None for quantities."""
 
     @property
     def size(self) -> int:
@@ -52,6 +54,10 @@ class ActionSpec:
         return ArraySpec(self.shape, "float32" if self.classes is None else "int32")
 
 
+BARE_ACTION = "action"
+"""The key of an action that is not a dict."""
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """What an agent may know of an environment."""
@@ -59,10 +65,23 @@ class EnvSpec:
     id: str
     obs: tuple[tuple[str, ArraySpec], ...]
     """(key, array) in the environment's own key order."""
-    action: ActionSpec
+    action: ActionSpec | tuple[tuple[str, ActionSpec], ...]
+    """One array, or (key, array) of a dict action; actions are then dicts of arrays everywhere."""
     episode_length: int | None
     """Time limit in agent steps (after action repeat); None where the environment has none or hides it."""
     action_repeat: int = 1
+
+    @property
+    def actions(self) -> tuple[tuple[str, ActionSpec], ...]:
+        """(key, array) of every part of the action; a bare one is called `action`."""
+        return ((BARE_ACTION, self.action),) if isinstance(self.action, ActionSpec) else self.action
+
+    @property
+    def action_arrays(self) -> ArraySpec | tuple[tuple[str, ArraySpec], ...]:
+        """What `RowSpec.action` is for this environment."""
+        if isinstance(self.action, ActionSpec):
+            return self.action.array
+        return tuple((key, part.array) for key, part in self.action)
 
 
 @dataclass(frozen=True)
@@ -70,18 +89,23 @@ class RowSpec:
     """The columns that a replay table stores for one row."""
 
     obs: tuple[tuple[str, ArraySpec], ...]
-    action: ArraySpec
+    action: ArraySpec | tuple[tuple[str, ArraySpec], ...]
+    """(key, array) of a dict action."""
     latents: tuple[tuple[str, ArraySpec], ...] = ()
     """Agent-defined extras that `write_back` may replace."""
 
     @property
     def columns(self) -> dict[str, ArraySpec]:
-        """Flat column name -> array: `obs/KEY`, `reward`, the flags, `action`, `latents/KEY`."""
+        """Flat column name -> array: `obs/KEY`, `reward`, the flags, `action` (or `action/KEY`), `latents/KEY`."""
         return {
             **{f"obs/{k}": v for k, v in self.obs},
             "reward": ArraySpec((), "float32"),
             **{k: ArraySpec((), "bool") for k in FLAGS},
-            "action": self.action,
+            **(
+                {"action": self.action}
+                if isinstance(self.action, ArraySpec)
+                else {f"action/{k}": v for k, v in self.action}
+            ),
             **{f"latents/{k}": v for k, v in self.latents},
         }
 
@@ -109,6 +133,10 @@ class WindowSpec:
     """Whether the last start of an episode is drawn; False reproduces an early TD-MPC2's exclusive bound."""
     latents: Literal["none", "context"] = "none"
     """Rows of which latents are sent."""
+    online: bool = False
+    """Whether each environment's fresh, non-overlapping windows are served to training before any drawn one."""
+    annotate: bool = False
+    """Whether served flags are completed: is_first on the first row, is_last where the next row is_first."""
 
     def __post_init__(self) -> None:
         if self.length < 1 or not 0 <= self.context < self.length:
@@ -143,6 +171,56 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Clock:
+    """Where a TrainRatio stands."""
+
+    rows: int = 0
+    prev: float | None = None
+    """Rows that the updates so far account for; None before the first."""
+    due: int = 0
+    """Updates due in all."""
+
+
+@dataclass(frozen=True)
+class TrainRatio:
+    """How many updates are due: DreamerV3's clock, evaluated after every single row of a tick, in float64.
+
+    Once enough windows can be sampled the first row owes one update, and every later one what has accumulated since:
+    the fill phase is not caught up. `prev` advances by repeats / ratio, as the reference rounds it.
+    """
+
+    ratio: float
+    """Updates per row: train ratio / rows trained per update. Negative: one per row; 0: none."""
+    start: int
+    """Windows that must be sampleable before the first update."""
+    window: int
+    """Rows per window; windows start at every row."""
+
+    def tick(self, clock: Clock, num_envs: int) -> Clock:
+        """The clock after one more row of each of `num_envs` environments."""
+        held, prev, due = clock.rows // num_envs, clock.prev, clock.due
+        for env in range(num_envs):
+            windows = (env + 1) * max(0, held + 2 - self.window) + (num_envs - env - 1) * max(0, held + 1 - self.window)
+            if windows < self.start:
+                continue
+            repeats, prev = ratio_repeats(self.ratio, clock.rows + env + 1, prev)
+            due += repeats
+        return Clock(clock.rows + num_envs, prev, due)
+
+
+def ratio_repeats(ratio: float, step: int, prev: float | None) -> tuple[int, float | None]:
+    """(updates owed at `step`, the new `prev`); the first call owes one."""
+    if ratio == 0:
+        return 0, prev
+    if ratio < 0:
+        return 1, prev
+    if prev is None:
+        return 1, float(step)
+    repeats = int((step - prev) * ratio)
+    return repeats, prev + repeats / ratio
+
+
+@dataclass(frozen=True)
 class Rows:
     """One row of each of E environments (one tick). Arrays are [E, ...]."""
 
@@ -154,8 +232,8 @@ class Rows:
     is_first: np.ndarray
     is_last: np.ndarray
     is_terminal: np.ndarray
-    action: np.ndarray
-    """[E, A] in agent units, chosen after `obs`; zeros where is_last."""
+    action: np.ndarray | Mapping[str, np.ndarray]
+    """[E, *action shape] in agent units, chosen after `obs`; zeros where is_last. A mapping for a dict action."""
     latents: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -172,7 +250,7 @@ class Window:
     is_first: np.ndarray
     is_last: np.ndarray
     is_terminal: np.ndarray
-    action: np.ndarray
+    action: np.ndarray | Mapping[str, np.ndarray]
     latents: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -191,18 +269,22 @@ def to_columns(rows: Rows) -> dict[str, np.ndarray]:
         **{f"obs/{k}": v for k, v in rows.obs.items()},
         "reward": rows.reward,
         **{k: getattr(rows, k) for k in FLAGS},
-        "action": rows.action,
+        **(
+            {f"action/{k}": v for k, v in rows.action.items()}
+            if isinstance(rows.action, Mapping)
+            else {"action": rows.action}
+        ),
         **{f"latents/{k}": v for k, v in rows.latents.items()},
     }
 
 
 def from_columns(columns: Mapping[str, np.ndarray]) -> dict[str, object]:
     """Flat columns -> keyword arguments of Rows or Window (the inverse of `to_columns`)."""
-    out: dict[str, object] = {"obs": {}, "latents": {}}
+    out: dict[str, Any] = {"obs": {}, "latents": {}}
     for name, value in columns.items():
         group, _, key = name.partition("/")
         if key:
-            out[group][key] = value  # type: ignore[index]  # group is "obs" or "latents", both dicts
+            out.setdefault(group, {})[key] = value
         else:
             out[name] = value
     return out
@@ -227,12 +309,13 @@ class Counters:
 
 def env_spec_from_json(values: Mapping[str, Any]) -> EnvSpec:
     """An EnvSpec from `dataclasses.asdict`, after JSON has made lists of its tuples."""
-    array = lambda v: ArraySpec(tuple(v["shape"]), v["dtype"])
+    array = lambda v: ArraySpec(tuple(v["shape"]), v["dtype"], v["classes"])
+    part = lambda v: ActionSpec(tuple(v["shape"]), None if v["classes"] is None else tuple(v["classes"]))
     action = values["action"]
     return EnvSpec(
         id=values["id"],
         obs=tuple((key, array(v)) for key, v in values["obs"]),
-        action=ActionSpec(tuple(action["shape"]), None if action["classes"] is None else tuple(action["classes"])),
+        action=part(action) if isinstance(action, Mapping) else tuple((key, part(v)) for key, v in action),
         episode_length=values["episode_length"],
         action_repeat=values["action_repeat"],
     )

@@ -7,14 +7,37 @@ Nothing at or below this line knows of threads, sockets, files or Ray. All rando
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
-from telamon.data import EnvSpec, RowSpec, Schedule, Window, WindowSpec
+from telamon.data import EnvSpec, RowSpec, Schedule, TrainRatio, Window, WindowSpec
 
 PyTree = Any
 Mode = Literal["train", "eval"]
+Action = jax.Array | Mapping[str, jax.Array]
+"""[E, *action shape], or one such array per key of a dict action."""
+
+
+class OpenLoop(NamedTuple):
+    """An observation as it was and as the world model foresaw it, for N windows of T rows.
+
+    Images are uint8 [N, T, height, width, channels]; vectors float32 [N, T, size], in the environment's own units.
+    """
+
+    truth: jax.Array
+    prediction: jax.Array
+
+
+class Report(NamedTuple):
+    """What a look at an agent finds; nothing of the agent changes."""
+
+    losses: Mapping[str, jax.Array]
+    """Scalars."""
+    open_loop: Mapping[str, OpenLoop]
+    """By observation key; empty for an agent that predicts no observations."""
+    observed: jax.Array
+    """int32: leading rows of each window that the model saw; the rest it foresaw from the actions alone."""
 
 
 class Agent(Protocol):
@@ -43,7 +66,12 @@ class Agent(Protocol):
         """Whether a true termination means anything to this agent; if not, an environment that has one is refused."""
         ...
 
-    def schedule(self, num_envs: int) -> Schedule:
+    @property
+    def acts_at_random(self) -> bool:
+        """Whether actors act uniformly at random until the first update, instead of by the fresh policy."""
+        ...
+
+    def schedule(self, num_envs: int) -> Schedule | TrainRatio:
         """How many updates are due."""
         ...
 
@@ -71,21 +99,28 @@ class Agent(Protocol):
         is_first: jax.Array,
         noise: PyTree,
         mode: Mode,
-    ) -> tuple[jax.Array, PyTree, Mapping[str, jax.Array]]:
-        """(action [E, A], carry, latents to store with the row)."""
+    ) -> tuple[Action, PyTree, Mapping[str, jax.Array]]:
+        """(action [E, ...], carry, latents to store with the row)."""
         ...
 
-    def update(self, state: PyTree, window: Window, noise: PyTree) -> tuple[PyTree, Mapping[str, jax.Array], PyTree]:
-        """(state, scalar metrics, latents to write back or None). One gradient step."""
+    def update(
+        self, state: PyTree, window: Window, noise: PyTree
+    ) -> tuple[PyTree, Mapping[str, jax.Array], Mapping[str, jax.Array] | None]:
+        """(state, scalar metrics, latents to write back or None). One gradient step.
+
+        Latents are [B, T, ...], for the T rows of each window that follow its context.
+        """
         ...
 
-    def report(self, state: PyTree, window: Window, noise: PyTree) -> Mapping[str, jax.Array]:
-        """Losses without any change of state, and whatever is worth a picture."""
+    def report(self, state: PyTree, window: Window, noise: PyTree) -> Report:
+        """Losses without any change of state, and open-loop predictions."""
         ...
 
     def draw_act_noise(self, key: jax.Array, num_envs: int) -> PyTree: ...
 
     def draw_update_noise(self, key: jax.Array) -> PyTree: ...
+
+    def draw_report_noise(self, key: jax.Array) -> PyTree: ...
 
 
 jax.tree_util.register_dataclass(

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from telamon.agents.base import Mode
+from telamon.agents.base import Mode, Report
 from telamon.agents.tdmpc2 import losses, optim
 from telamon.agents.tdmpc2.config import RECIPES, TDMPC2Config, discount
 from telamon.agents.tdmpc2.losses import Batch
 from telamon.agents.tdmpc2.networks import Networks, Params
 from telamon.agents.tdmpc2.planner import PlanNoise, draw_pairs, draw_plan_noise, plan
 from telamon.agents.tdmpc2.policy import sample
-from telamon.data import EnvSpec, RowSpec, Schedule, Window, WindowSpec
+from telamon.data import ActionSpec, EnvSpec, RowSpec, Schedule, Window, WindowSpec
 from telamon.networks import ema
 from telamon.normalizers import RunningScale
 
@@ -82,10 +82,15 @@ class TDMPC2:
     env: EnvSpec
 
     def __post_init__(self) -> None:
+        if not isinstance(self.env.action, ActionSpec):
+            raise ValueError(
+                f"tdmpc2 plans over one vector of actions, but {self.env.id} has a dict of "
+                f"{', '.join(key for key, _ in self.env.action)}; choose an ENV with a Box action, or dreamerv3"
+            )
         if self.env.action.classes is not None:
             raise ValueError(
                 f"tdmpc2 plans over continuous actions, but {self.env.id} has discrete actions "
-                f"{self.env.action.classes}; choose an ENV with a Box action (`telamon envs` lists them)"
+                f"{self.env.action.classes}; choose an ENV with a Box action (`telamon envs` lists them), or dreamerv3"
             )
         for key, array in self.env.obs:
             if len(array.shape) > 1:
@@ -114,8 +119,13 @@ class TDMPC2:
         return discount(self.episode_length, c.discount_denom, c.discount_min, c.discount_max)
 
     @property
+    def action_spec(self) -> ActionSpec:
+        assert isinstance(self.env.action, ActionSpec)  # a dict is refused at construction
+        return self.env.action
+
+    @property
     def action_dim(self) -> int:
-        return self.env.action.array.size
+        return self.action_spec.array.size
 
     @property
     def iterations(self) -> int:
@@ -130,13 +140,17 @@ class TDMPC2:
         """Whether true terminations mean anything to this agent; the knob is agent.episodic."""
         return self.config.episodic
 
+    @property
+    def acts_at_random(self) -> bool:
+        return True
+
     @cached_property
     def networks(self) -> Networks:
         return Networks(self.config, sum(a.size for _, a in self.env.obs), self.action_dim)
 
     @property
     def row_spec(self) -> RowSpec:
-        return RowSpec(self.env.obs, self.env.action.array)
+        return RowSpec(self.env.obs, self.action_spec.array)
 
     @property
     def window_spec(self) -> WindowSpec:
@@ -206,7 +220,7 @@ class TDMPC2:
         if not self.config.mpc:
             mean, log_std = self.networks.policy(params, z)
             action = jnp.tanh(mean) if mode == "eval" else sample(mean, log_std, noise.policy_eps).action
-            return action.reshape(-1, *self.env.action.shape), carry, {}
+            return action.reshape(-1, *self.action_spec.shape), carry, {}
 
         one = lambda z, prev, t0, noise: plan(
             self.networks, params, self.gamma, z, prev, t0, noise, eval_mode=mode == "eval"
@@ -221,7 +235,7 @@ class TDMPC2:
             per_env = noise.plan._replace(pairs=jnp.zeros(len(z)))
             single = lambda x: one(x[0], x[1], x[2], x[3]._replace(pairs=shared))
             action, mean = jax.lax.map(single, (z, carry, is_first, per_env))
-        return action.reshape(-1, *self.env.action.shape), mean, {}
+        return action.reshape(-1, *self.action_spec.shape), mean, {}
 
     # learning
 
@@ -295,10 +309,13 @@ class TDMPC2:
         state = TrainState({**world, "pi": pi}, target_q, opt, policy.scale)
         return state, metrics, Found(target, model, grads, policy, pi_grads)
 
-    def report(self, state: TrainState, window: Window, noise: UpdateNoise) -> dict[str, jax.Array]:
-        """World-model losses without a change of state."""
+    def draw_report_noise(self, key: jax.Array) -> UpdateNoise:
+        return self.draw_update_noise(key)
+
+    def report(self, state: TrainState, window: Window, noise: UpdateNoise) -> Report:
+        """World-model losses without a change of state; TD-MPC2 predicts no observations."""
         _, (_, model), _ = self.losses(state, self.batch(window), noise)
-        return model.losses
+        return Report(model.losses, {}, jnp.zeros((), jnp.int32))
 
 
 def split(params: Params) -> tuple[Params, Params]:
