@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from telamon.agents.base import Action as Chosen
 from telamon.agents.base import Agent, Mode, PyTree
-from telamon.data import Counters, Rows
-from telamon.envs.base import BatchedEnv, EnvError, Step, random_action
+from telamon.data import Counters, Rows, as_dtype
+from telamon.envs.base import Action, BatchedEnv, EnvError, Step, map_action, random_action, zero_action
 from telamon.keys import Stream, generator, stream
 from telamon.replay import Replay
 
@@ -34,11 +35,16 @@ def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
         is_first: jax.Array,
         key: jax.Array,
         tick: jax.Array,
-    ) -> tuple[jax.Array, PyTree, Mapping[str, jax.Array]]:
+    ) -> tuple[Chosen, PyTree, Mapping[str, jax.Array]]:
         noise = agent.draw_act_noise(jax.random.fold_in(key, tick), num_envs)
         return agent.act(params, carry, obs, is_first, noise, mode)
 
     return jax.jit(act)
+
+
+def _zeroed(action: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """`action` [E, ...], zero in the environments `where` [E]."""
+    return np.where(where.reshape(-1, *[1] * (action.ndim - 1)), np.zeros((), action.dtype), action)
 
 
 class Collector:
@@ -82,21 +88,20 @@ class Collector:
         self._tick += 1
         return self._enter(self._env.step(action))
 
-    def _choose(self, params: PyTree | None, step: Step) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _choose(self, params: PyTree | None, step: Step) -> tuple[Action, dict[str, np.ndarray]]:
         num_envs, spec = self._env.num_envs, self._env.spec.action
         if step.is_last.all() and not self._agent.row_spec.latents:
-            return np.zeros((num_envs, *spec.shape), spec.array.dtype), {}  # ignored by a reset tick: no plan wasted
+            return zero_action(spec, num_envs), {}  # ignored by a reset tick: no plan wasted
         if params is None:
-            action: np.ndarray = random_action(spec, num_envs, generator(self._seed, Stream.RANDOM_ACTION, self._tick))
-            latents = {k: np.zeros((num_envs, *a.shape), a.dtype) for k, a in self._agent.row_spec.latents}
+            action = random_action(spec, num_envs, generator(self._seed, Stream.RANDOM_ACTION, self._tick))
+            latents = {k: np.zeros((num_envs, *a.shape), as_dtype(a.dtype)) for k, a in self._agent.row_spec.latents}
         else:
             chosen, self._carry, made = self._act(
                 params, self._carry, step.obs, step.is_first, self._key, np.uint32(self._tick)
             )
-            action = np.array(chosen)
+            action = map_action(np.asarray, chosen)
             latents = {k: np.asarray(v) for k, v in made.items()}
-        action[step.is_last] = 0
-        return action, latents
+        return map_action(lambda a: _zeroed(a, step.is_last), action), latents
 
     def _enter(self, step: Step) -> list[Episode]:
         """Takes new observations as pending and keeps the books of their episodes."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from telamon.agents.base import Agent, PyTree
-from telamon.envs.base import BatchedEnv
+from telamon.envs.base import BatchedEnv, map_action
 
 
 class Stopped(Exception):
@@ -49,7 +49,7 @@ def evaluate(
         if stopped():
             raise Stopped
         action, carry, _ = act(params, carry, step.obs, step.is_first, key, np.uint32(tick))
-        step = env.step(np.array(action))
+        step = env.step(map_action(np.array, action))
         tick += 1
         if on_tick is not None and running[0]:
             on_tick(env)

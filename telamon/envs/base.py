@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from telamon.data import ActionSpec, EnvSpec
 OnError = Literal["stop", "rebuild"]
 """What a broken environment costs: the run, or its episode (it is rebuilt and its row is a new is_first row)."""
 
+Action = np.ndarray | Mapping[str, np.ndarray]
+"""[E, *action shape] in agent units, or one such array per key of a dict action."""
+
+ActionPart = ActionSpec | tuple[tuple[str, ActionSpec], ...]
+"""`EnvSpec.action`: of one array, or of a dict."""
+
+Bounds = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Key (as in `EnvSpec.actions`) -> the environment's own (low, high) per element; integer parts have none."""
 
 DM_CONTROL_REPEAT = 2
 """The usual action repeat of dm_control tasks, whoever steps them (TD-MPC2's); everything else has 1."""
@@ -47,8 +55,8 @@ class BatchedEnv(Protocol):
 
     spec: EnvSpec
     num_envs: int
-    bounds: tuple[np.ndarray, np.ndarray] | None
-    """The environment's own (low, high) per action element, to which [-1, 1] is mapped; None for integer actions."""
+    bounds: Bounds
+    """What [-1, 1] is mapped to."""
     active: int | None
     """The environment being stepped right now, for a watchdog to name; None between ticks or where all step at once."""
     ticks: int
@@ -58,8 +66,8 @@ class BatchedEnv(Protocol):
         """Starts a new episode in every environment: rows with is_first."""
         ...
 
-    def step(self, action: np.ndarray) -> Step:
-        """Advances by one agent step. `action` is [E, *spec.action.shape] in agent units. Raises EnvError."""
+    def step(self, action: Action) -> Step:
+        """Advances by one agent step. Raises EnvError."""
         ...
 
     def get_state(self) -> dict[str, np.ndarray] | None:
@@ -77,9 +85,31 @@ class BatchedEnv(Protocol):
     def close(self) -> None: ...
 
 
-def random_action(spec: ActionSpec, num_envs: int, rng: np.random.Generator) -> np.ndarray:
-    """Uniform over the action space, in agent units: [E, *spec.shape]."""
+def map_action(f: Callable[[Any], Any], action: Any) -> Any:
+    """`f` of a bare action, or of each part of a dict action."""
+    return {k: f(v) for k, v in action.items()} if isinstance(action, Mapping) else f(action)
+
+
+def random_action(spec: ActionPart, num_envs: int, rng: np.random.Generator) -> Action:
+    """Uniform over the action space, in agent units."""
+    if not isinstance(spec, ActionSpec):
+        return {key: _random_array(part, num_envs, rng) for key, part in spec}
+    return _random_array(spec, num_envs, rng)
+
+
+def zero_action(spec: ActionPart, num_envs: int) -> Action:
+    """Zeros: what rows with is_last hold."""
+    if not isinstance(spec, ActionSpec):
+        return {key: _zero_array(part, num_envs) for key, part in spec}
+    return _zero_array(spec, num_envs)
+
+
+def _random_array(spec: ActionSpec, num_envs: int, rng: np.random.Generator) -> np.ndarray:
     shape = (num_envs, *spec.shape)
     if spec.classes is None:
         return rng.uniform(-1, 1, shape).astype(np.float32)
     return rng.integers(0, np.reshape(spec.classes, spec.shape), shape, dtype=np.int32)
+
+
+def _zero_array(spec: ActionSpec, num_envs: int) -> np.ndarray:
+    return np.zeros((num_envs, *spec.shape), spec.array.dtype)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from telamon.data import EnvSpec
-from telamon.envs.base import Step, random_action
+from telamon.data import ActionSpec, EnvSpec
+from telamon.envs.base import Bounds, Step, random_action
 from telamon.envs.registry import make_env
 from telamon.keys import Stream, generator
 
@@ -30,8 +30,8 @@ class Report:
     """What an environment declares and what it did."""
 
     spec: EnvSpec
-    bounds: tuple[np.ndarray, np.ndarray] | None
-    """The environment's own bounds of the action; None for integer actions."""
+    bounds: Bounds
+    """The environment's own, of its continuous actions."""
     steps: int
     """Agent steps taken."""
     obs: Mapping[str, Range]
@@ -120,7 +120,7 @@ def to_text(report: Report) -> str:
         for i, (key, a) in enumerate(spec.obs)
     ]
     lines += [
-        ("action", _action_text(report)),
+        *(("action" if i == 0 else "", text) for i, text in enumerate(_action_texts(report))),
         ("episode", _episode_text(spec)),
         ("reward", f"seen {report.reward.low:.4g} to {report.reward.high:.4g} per agent step"),
         ("stepped", _stepped_text(report)),
@@ -135,12 +135,19 @@ def to_text(report: Report) -> str:
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 
-def _action_text(report: Report) -> str:
-    action = report.spec.action
-    if report.bounds is None:
-        return f"int32 {action.shape}, classes per element {action.classes}"
-    pairs = sorted(set(zip(*(b.ravel().tolist() for b in report.bounds), strict=True)))
-    return f"float32 {action.shape}, [-1, 1] mapped to " + ", ".join(f"[{low:g}, {high:g}]" for low, high in pairs)
+def _action_texts(report: Report) -> list[str]:
+    parts = report.spec.actions
+    if isinstance(report.spec.action, ActionSpec):
+        return [_action_text(key, part, report.bounds) for key, part in parts]
+    width = max(len(key) for key, _ in parts)
+    return [f"{key:<{width}}  {_action_text(key, part, report.bounds)}" for key, part in parts]
+
+
+def _action_text(key: str, part: ActionSpec, bounds: Bounds) -> str:
+    if key not in bounds:
+        return f"int32 {part.shape}, classes per element {part.classes}"
+    pairs = sorted(set(zip(*(b.ravel().tolist() for b in bounds[key]), strict=True)))
+    return f"float32 {part.shape}, [-1, 1] mapped to " + ", ".join(f"[{low:g}, {high:g}]" for low, high in pairs)
 
 
 def _episode_text(spec: EnvSpec) -> str:

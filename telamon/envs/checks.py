@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from telamon.data import ActionSpec, ArraySpec, EnvSpec, as_dtype
-from telamon.envs.base import EnvError, OnError, Step
+from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec, as_dtype
+from telamon.envs.base import Action, EnvError, OnError, Step
 from telamon.keys import Stream, generator
 
 MAX_REBUILDS = 10
@@ -36,24 +36,24 @@ def obs_dtype(declared: Any, key: str) -> str:
     raise EnvError(f"observation {key!r} has dtype {dtype}, which cannot be stored; give numbers or booleans")
 
 
-def box_action(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray]]:
+def box_action(
+    low: np.ndarray, high: np.ndarray, dtype: Any, name: str = "the action"
+) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray]]:
     """A continuous action's spec, and its bounds as float64. Raises EnvError for a Box that [-1, 1] cannot map to."""
     if np.dtype(dtype).kind != "f":
-        raise EnvError(
-            f"the action is a Box of {np.dtype(dtype)}; declare integer actions as Discrete or MultiDiscrete"
-        )
+        raise EnvError(f"{name} is a Box of {np.dtype(dtype)}; declare integer actions as Discrete or MultiDiscrete")
     low, high = np.asarray(low, np.float64), np.asarray(high, np.float64)
     if low.size == 0:
-        raise EnvError(f"the action is an empty Box of shape {low.shape}: there is nothing to control")
+        raise EnvError(f"{name} is an empty Box of shape {low.shape}: there is nothing to control")
     # The largest float32 is how many libraries spell "no bound".
     free = (np.abs(low) >= np.finfo(np.float32).max) | (np.abs(high) >= np.finfo(np.float32).max)
     if free.any() or not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise EnvError(
-            f"the action is an unbounded Box ({_span(low, high)}): [-1, 1] can be mapped to finite bounds only; "
+            f"{name} is an unbounded Box ({_span(low, high)}): [-1, 1] can be mapped to finite bounds only; "
             "give the action space finite low and high"
         )
     if (low >= high).any():
-        raise EnvError(f"the action is an empty Box ({_span(low, high)}): each low must be below its high")
+        raise EnvError(f"{name} is an empty Box ({_span(low, high)}): each low must be below its high")
     return ActionSpec(low.shape), (low, high)
 
 
@@ -69,19 +69,27 @@ def to_bounds(action: Any, low: Any, high: Any) -> Any:
     return ((low + high) / 2 + (high - low) / 2 * action).clip(low, high)
 
 
-def check_action(spec: EnvSpec, num_envs: int, action: np.ndarray) -> None:
+def check_action(spec: EnvSpec, num_envs: int, action: Action) -> None:
     """Refuses an action that no agent of `spec` should give. Raises ValueError."""
-    want = (num_envs, *spec.action.shape)
-    if action.shape != want or not np.can_cast(action.dtype, spec.action.array.dtype, "same_kind"):
-        raise ValueError(f"{spec.id} takes {spec.action.array.dtype} actions {want}, got {action.dtype} {action.shape}")
+    bare = isinstance(spec.action, ActionSpec)
+    parts = action if isinstance(action, Mapping) else {BARE_ACTION: action}
+    if isinstance(action, Mapping) == bare or parts.keys() != dict(spec.actions).keys():
+        keys = ", ".join(key for key, _ in spec.actions)
+        got = f"a dict of {', '.join(parts)}" if isinstance(action, Mapping) else "one array"
+        raise ValueError(f"{spec.id} takes {'one array' if bare else f'a dict of {keys}'} as its action, got {got}")
+    for key, part in spec.actions:
+        _check_part(spec.id, "the action" if bare else f"action {key!r}", part, num_envs, parts[key])
+
+
+def _check_part(env_id: str, name: str, spec: ActionSpec, num_envs: int, action: np.ndarray) -> None:
+    want, dtype = (num_envs, *spec.shape), spec.array.dtype
+    if action.shape != want or not np.can_cast(action.dtype, dtype, "same_kind"):
+        raise ValueError(f"{env_id} takes {dtype} actions {want} as {name}, got {action.dtype} {action.shape}")
     flat = action.reshape(num_envs, -1)
-    if spec.action.classes is None:
-        good = np.isfinite(flat)
-    else:
-        good = (flat >= 0) & (flat < np.array(spec.action.classes))
+    good = np.isfinite(flat) if spec.classes is None else (flat >= 0) & (flat < np.array(spec.classes))
     if not good.all():
         i, k = np.argwhere(~good)[0]
-        raise ValueError(f"element {k} of the action for environment {i} ({spec.id}) is {flat[i, k]}; the agent broke")
+        raise ValueError(f"element {k} of {name} for environment {i} ({env_id}) is {flat[i, k]}; the agent broke")
 
 
 def blank(spec: EnvSpec, num_envs: int) -> Step:

@@ -1,7 +1,8 @@
 """An environment for tests whose data know their own position: any lost, repeated or misplaced row shows.
 
 `where` is (environment, episode, t); `total` is the sum of the episode's rewards; the reward of a step is
-`encode(action)`. It can be told to break at an exact place (`Fault`).
+`encode(action)`. It can be told to break at an exact place (`Fault`). `counting:dict` also shows its position as a
+picture and as an integer, and takes a dict action.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from telamon.data import ActionSpec, ArraySpec, EnvSpec
-from telamon.envs.base import OnError, UnknownEnv
+from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec
+from telamon.envs.base import Action, ActionPart, Bounds, OnError, UnknownEnv
 from telamon.envs.checks import box_action
 from telamon.envs.host import HostEnvs, Transition
 
-NAMES = ("continuous", "discrete")
+NAMES = ("continuous", "discrete", "dict")
 """By kind of action."""
+
+PHASES = 4
+"""Classes of `counting:dict`'s integer observation, the step modulo so many."""
 
 EPISODES_PER_REBUILD = 1000
 """A rebuilt environment numbers its episodes from here on, so that no position occurs twice."""
 
 
 def task_names() -> list[str]:
-    """The two kinds."""
+    """The kinds."""
     return list(NAMES)
 
 
@@ -42,9 +46,11 @@ class Fault:
     """Whether a rebuilt environment breaks at the same place again."""
 
 
-def encode(action: np.ndarray) -> float:
-    """The reward for `action`: its elements weighted by 1, 2, 3, ..."""
-    return float(np.dot(np.ravel(action), np.arange(1, np.size(action) + 1)))
+def encode(action: Action) -> float:
+    """The reward for `action`: its elements, those of a dict by sorted keys, weighted by 1, 2, 3, ..."""
+    parts = [action[k] for k in sorted(action)] if isinstance(action, Mapping) else [action]
+    flat = np.concatenate([np.ravel(part) for part in parts])
+    return float(np.dot(flat, np.arange(1, flat.size + 1)))
 
 
 def episode_length(lengths: Sequence[int], env: int, episode: int) -> int:
@@ -63,25 +69,34 @@ def make(
     terminate_every: int = 0,
     action_size: int = 2,
     classes: int = 3,
+    size: int = 48,
     faults: Sequence[Fault] = (),
 ) -> HostEnvs:
     """A batch of counting environments; nothing in them is random, so `seed` changes nothing.
 
     lengths: environment steps per episode, see `episode_length`.
     terminate_every: every so many episodes end by termination, the others by truncation; 0 for never.
-    action_size, classes: elements of the action, and classes of each (`discrete` only).
+    action_size, classes: elements of the action, and classes of each integer one.
+    size: pixels per side of the picture (`dict` only).
     """
     if name not in NAMES:
         raise UnknownEnv(name)
     del seed
     repeat = 1 if action_repeat is None else action_repeat
-    if name == "continuous":
-        action, bounds = box_action(-np.ones(action_size), np.ones(action_size), np.float32)
-    else:
-        action, bounds = ActionSpec((action_size,), (classes,) * action_size), None
+    box, box_bounds = box_action(-np.ones(action_size), np.ones(action_size), np.float32)
+    integers = ActionSpec((action_size,), (classes,) * action_size)
+    actions: dict[str, tuple[ActionPart, Bounds]] = {
+        "continuous": (box, {BARE_ACTION: box_bounds}),
+        "discrete": (integers, {}),
+        "dict": ((("push", box), ("button", integers)), {"push": box_bounds}),
+    }
+    action, bounds = actions[name]
+    obs = [("where", ArraySpec((3,))), ("total", ArraySpec(()))]
+    if name == "dict":
+        obs += [("picture", ArraySpec((size, size, 3), "uint8")), ("phase", ArraySpec((), "int32", PHASES))]
     spec = EnvSpec(
         id=f"counting:{name}",
-        obs=(("where", ArraySpec((3,))), ("total", ArraySpec(()))),
+        obs=tuple(obs),
         action=action,
         episode_length=-(-max(lengths) // repeat),
         action_repeat=repeat,
@@ -89,7 +104,8 @@ def make(
 
     def one(index: int, rebuild: int) -> Counting:
         mine = tuple(f for f in faults if f.env == index and (rebuild == 0 or f.every_rebuild))
-        return Counting(index, rebuild * EPISODES_PER_REBUILD, tuple(lengths), terminate_every, mine)
+        pixels = size if name == "dict" else None
+        return Counting(index, rebuild * EPISODES_PER_REBUILD, tuple(lengths), terminate_every, mine, pixels)
 
     return HostEnvs(spec, one, num_envs, on_error, bounds)
 
@@ -98,7 +114,13 @@ class Counting:
     """One counting environment (`OneEnv`)."""
 
     def __init__(
-        self, index: int, offset: int, lengths: tuple[int, ...], terminate_every: int, faults: tuple[Fault, ...]
+        self,
+        index: int,
+        offset: int,
+        lengths: tuple[int, ...],
+        terminate_every: int,
+        faults: tuple[Fault, ...],
+        pixels: int | None = None,
     ) -> None:
         self._index = index
         self._offset = offset
@@ -108,12 +130,13 @@ class Counting:
         self._lengths = lengths
         self._terminate_every = terminate_every
         self._faults = faults
+        self._pixels = pixels
 
     def reset(self) -> Mapping[str, Any]:
         self._episode, self._t, self._total = self._episode + 1, 0, 0.0
         return self._break(self._obs(), 0.0)[0]
 
-    def step(self, action: np.ndarray) -> Transition:
+    def step(self, action: Action) -> Transition:
         self._t += 1
         reward = encode(action)
         self._total += reward
@@ -124,7 +147,11 @@ class Counting:
 
     def _obs(self) -> dict[str, Any]:
         where = np.array([self._index, self._offset + self._episode, self._t], np.float32)
-        return {"where": where, "total": np.float32(self._total)}
+        obs = {"where": where, "total": np.float32(self._total)}
+        if self._pixels is None:
+            return obs
+        picture = np.tile(np.uint8(where % 256), (self._pixels, self._pixels, 1))
+        return {**obs, "picture": picture, "phase": np.int32(self._t % PHASES)}
 
     def _break(self, obs: dict[str, Any], reward: float) -> tuple[dict[str, Any], float]:
         for fault in self._faults:

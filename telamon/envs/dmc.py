@@ -12,8 +12,8 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from telamon.data import ArraySpec, EnvSpec
-from telamon.envs.base import DM_CONTROL_REPEAT, OnError, UnknownEnv
+from telamon.data import BARE_ACTION, ArraySpec, EnvSpec
+from telamon.envs.base import DM_CONTROL_REPEAT, Action, OnError, UnknownEnv
 from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
 from telamon.envs.host import HostEnvs, Transition
 
@@ -82,7 +82,7 @@ def make(
         episode_length=None if math.isinf(limit) else math.ceil(math.ceil(limit) / repeat),
         action_repeat=repeat,
     )
-    return HostEnvs(spec, load, num_envs, on_error, bounds)
+    return HostEnvs(spec, load, num_envs, on_error, {BARE_ACTION: bounds})
 
 
 def model_arrays(env: Any) -> dict[str, np.ndarray]:
@@ -109,7 +109,7 @@ class DMControl:
     def reset(self) -> Mapping[str, Any]:
         return self._env.reset().observation
 
-    def step(self, action: np.ndarray) -> Transition:
+    def step(self, action: Action) -> Transition:
         step = self._env.step(to_bounds(action, self._low, self._high))
         return Transition(step.observation, step.reward, step.last(), step.last() and step.discount == 0)
 

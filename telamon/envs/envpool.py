@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import envpool
@@ -16,9 +16,9 @@ import numpy as np
 from envpool.registration import registry
 
 from telamon.data import EnvSpec
-from telamon.envs.base import DM_CONTROL_REPEAT, EnvError, OnError, Step, UnknownEnv
+from telamon.envs.base import DM_CONTROL_REPEAT, Action, Bounds, EnvError, OnError, Step, UnknownEnv
 from telamon.envs.checks import Guard, blank, check_action, env_seed, nonfinite
-from telamon.envs.gym import BARE_KEY, action_of, obs_of
+from telamon.envs.gym import BARE_KEY, ToNative, action_of, obs_of
 
 _NO_LIMIT = 2**31 - 1
 """How envpool spells "no time limit"."""
@@ -63,8 +63,8 @@ class EnvPool:
         self,
         spec: EnvSpec,
         pool: Any,
-        to_native: Callable[[np.ndarray], Any],
-        bounds: tuple[np.ndarray, np.ndarray] | None,
+        to_native: ToNative,
+        bounds: Bounds,
         num_envs: int,
         on_error: OnError,
     ) -> None:
@@ -83,7 +83,7 @@ class EnvPool:
         self._restart(np.arange(self.num_envs), rows)
         return self._settled(rows)
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: Action) -> Step:
         if self._last is None:
             raise ValueError(f"{self.spec.id} was stepped before its first reset; call reset() first")
         check_action(self.spec, self.num_envs, action)

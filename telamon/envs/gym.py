@@ -11,8 +11,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 
-from telamon.data import ActionSpec, ArraySpec, EnvSpec
-from telamon.envs.base import EnvError, OnError, UnknownEnv
+from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec
+from telamon.envs.base import Action, ActionPart, Bounds, EnvError, OnError, UnknownEnv
 from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
 from telamon.envs.host import HostEnvs, Transition
 
@@ -131,14 +131,31 @@ def _leaf(key: str, space: spaces.Space[Any]) -> ArraySpec:
     return ArraySpec(shape, obs_dtype(space.dtype, key))
 
 
-ToNative = Callable[[np.ndarray], Any]
+ToNative = Callable[[Any], Any]
+"""From agent units to a space's own; of one environment's action, or of a batch."""
 
 
-def action_of(space: spaces.Space[Any]) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray] | None, ToNative]:
-    """An action space's spec, its bounds if continuous, and the map from agent units to its own. Raises EnvError."""
+def action_of(space: spaces.Space[Any]) -> tuple[ActionPart, Bounds, ToNative]:
+    """An action space's spec, its bounds, and the map from agent units to its own. Raises EnvError."""
+    if not isinstance(space, spaces.Dict):
+        spec, bounds, to_native = _action_leaf("the action", space)
+        return spec, {} if bounds is None else {BARE_ACTION: bounds}, to_native
+    if not space.spaces:
+        raise EnvError("the action is an empty Dict: there is nothing to control")
+    leaves = {key: _action_leaf(f"action {key!r}", entry) for key, entry in space.spaces.items()}
+    return (
+        tuple((key, spec) for key, (spec, _, _) in leaves.items()),
+        {key: bounds for key, (_, bounds, _) in leaves.items() if bounds is not None},
+        lambda a: {key: to_native(a[key]) for key, (_, _, to_native) in leaves.items()},
+    )
+
+
+def _action_leaf(
+    name: str, space: spaces.Space[Any]
+) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray] | None, ToNative]:
     match space:
         case spaces.Box():
-            spec, (low, high) = box_action(space.low, space.high, space.dtype)
+            spec, (low, high) = box_action(space.low, space.high, space.dtype, name)
             return spec, (low, high), lambda a: to_bounds(a, low, high).astype(space.dtype)
         case spaces.Discrete():
             return ActionSpec((), (int(space.n),)), None, lambda a: a + np.asarray(space.start, space.dtype)
@@ -148,7 +165,8 @@ def action_of(space: spaces.Space[Any]) -> tuple[ActionSpec, tuple[np.ndarray, n
         case spaces.MultiBinary():
             return ActionSpec(space.shape, (2,) * math.prod(space.shape)), None, lambda a: a.astype(space.dtype)
     raise EnvError(
-        f"the action is a {type(space).__name__} space; give one Box, Discrete, MultiDiscrete or MultiBinary space"
+        f"{name} is a {type(space).__name__} space; give one Box, Discrete, MultiDiscrete or MultiBinary space, "
+        "or one Dict of these"
     )
 
 
@@ -168,7 +186,7 @@ class Gym:
             raise EnvError("reset did not return (observation, info)")
         return self._keyed(result[0])
 
-    def step(self, action: np.ndarray) -> Transition:
+    def step(self, action: Action) -> Transition:
         try:
             obs, reward, terminated, truncated, _ = self._env.step(self._to_native(action))
         except ValueError as error:

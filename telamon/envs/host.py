@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from telamon.data import EnvSpec
-from telamon.envs.base import EnvError, OnError, Step
+from telamon.envs.base import Action, Bounds, EnvError, OnError, Step, map_action, zero_action
 from telamon.envs.checks import (
     Guard,
     blank,
@@ -39,8 +40,8 @@ class OneEnv(Protocol):
         """Starts an episode; returns its first observation."""
         ...
 
-    def step(self, action: np.ndarray) -> Transition:
-        """Applies an action in agent units ([-1, 1], or integers)."""
+    def step(self, action: Action) -> Transition:
+        """Applies an action, without the axis E, in agent units ([-1, 1], or integers)."""
         ...
 
     def get_state(self) -> dict[str, np.ndarray] | None: ...
@@ -73,7 +74,7 @@ class HostEnvs:
         make: Callable[[int, int], OneEnv],
         num_envs: int,
         on_error: OnError,
-        bounds: tuple[np.ndarray, np.ndarray] | None = None,
+        bounds: Bounds,
     ) -> None:
         self.spec = spec
         self.num_envs = num_envs
@@ -86,20 +87,20 @@ class HostEnvs:
         self._row: Step | None = None
 
     def reset(self) -> Step:
-        return self._tick(np.zeros((self.num_envs, *self.spec.action.shape)), np.ones(self.num_envs, bool))
+        return self._tick(zero_action(self.spec.action, self.num_envs), np.ones(self.num_envs, bool))
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: Action) -> Step:
         if self._row is None:
             raise ValueError(f"{self.spec.id} was stepped before its first reset; call reset() first")
         check_action(self.spec, self.num_envs, action)
         return self._tick(action, self._row.is_last)
 
-    def _tick(self, action: np.ndarray, fresh: np.ndarray) -> Step:
+    def _tick(self, action: Action, fresh: np.ndarray) -> Step:
         rows = blank(self.spec, self.num_envs)
         self.ticks += 1
         for i in range(self.num_envs):
             self.active = i
-            self._settle(i, self._attempt(i, None if fresh[i] else action[i], rows), rows)
+            self._settle(i, self._attempt(i, None if fresh[i] else map_action(itemgetter(i), action), rows), rows)
         for i, what in nonfinite(rows):
             self.active = i
             self._settle(i, (what, None), rows)
@@ -108,7 +109,7 @@ class HostEnvs:
         self._row = rows
         return rows
 
-    def _attempt(self, i: int, action: np.ndarray | None, rows: Step) -> Fault | None:
+    def _attempt(self, i: int, action: Action | None, rows: Step) -> Fault | None:
         """Resets (`action` None) or steps environment `i` into its row; returns what went wrong, if anything did."""
         rows.is_first[i] = action is None
         try:

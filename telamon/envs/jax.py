@@ -20,8 +20,8 @@ import numpy as np
 from gymnax.environments import spaces
 from gymnax.environments.environment import Environment
 
-from telamon.data import ActionSpec, ArraySpec, EnvSpec
-from telamon.envs.base import EnvError, OnError, Step, UnknownEnv
+from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec
+from telamon.envs.base import Action, Bounds, EnvError, OnError, Step, UnknownEnv
 from telamon.envs.checks import (
     Guard,
     box_action,
@@ -67,7 +67,8 @@ class JaxEnv:
     """One gymnax environment as pure functions. Keys are consumed; actions are in agent units."""
 
     spec: EnvSpec
-    bounds: tuple[np.ndarray, np.ndarray] | None
+    action: ActionSpec
+    bounds: Bounds
     env: Any
     params: Any
 
@@ -84,8 +85,8 @@ class JaxEnv:
         return jax.tree.map(lambda a, b: jnp.where(state.last, a, b), fresh, going)
 
     def _advance(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, Row]:
-        if self.bounds is not None:
-            action = to_bounds(action, *(jnp.asarray(b, jnp.float32) for b in self.bounds))
+        if BARE_ACTION in self.bounds:
+            action = to_bounds(action, *(jnp.asarray(b, jnp.float32) for b in self.bounds[BARE_ACTION]))
         inner, row = state.inner, cast(Row | None, None)
         for k in jax.random.split(key, self.spec.action_repeat):
             obs, stepped, reward, terminal, _ = self.env.step_env(k, inner, action, self.params)
@@ -131,7 +132,7 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
         episode_length=math.ceil(params.max_steps_in_episode / repeat),
         action_repeat=repeat,
     )
-    pure = JaxEnv(spec, bounds, env, params)
+    pure = JaxEnv(spec, action_spec, bounds, env, params)
     _check_stable(pure, key)
     return pure
 
@@ -149,20 +150,21 @@ def _obs_of(env: Any, params: Any, key: jax.Array) -> tuple[tuple[str, ArraySpec
     return tuple(entries.items())
 
 
-def _action_of(space: Any) -> tuple[ActionSpec, tuple[np.ndarray, np.ndarray] | None]:
+def _action_of(space: Any) -> tuple[ActionSpec, Bounds]:
     if isinstance(space, spaces.Discrete):
-        return ActionSpec((), (int(space.n),)), None
+        return ActionSpec((), (int(space.n),)), {}
     if isinstance(space, spaces.Box):
-        return box_action(
+        spec, bounds = box_action(
             np.broadcast_to(space.low, space.shape), np.broadcast_to(space.high, space.shape), space.dtype
         )
+        return spec, {BARE_ACTION: bounds}
     raise EnvError(f"the action is a {type(space).__name__} space; give one Box or Discrete space")
 
 
 def _check_stable(pure: JaxEnv, key: jax.Array) -> None:
     """Refuses a state that changes its types from a reset to a step: nothing could carry it. Raises EnvError."""
     state, _ = jax.eval_shape(pure.reset, key)
-    action = jax.ShapeDtypeStruct(pure.spec.action.shape, pure.spec.action.array.dtype)
+    action = jax.ShapeDtypeStruct(pure.action.shape, pure.action.array.dtype)
     stepped, _ = jax.eval_shape(pure._advance, state, action, key)
     named = jax.tree_util.tree_leaves_with_path(state.inner)
     for (path, before), after in zip(named, jax.tree.leaves(stepped.inner), strict=True):
@@ -188,6 +190,7 @@ class JaxEnvs:
         self.num_envs = num_envs
         self.bounds = pure.bounds
         self.active: int | None = None
+        self._dtype = pure.action.array.dtype
         self.ticks = 0
         self._guard = Guard(pure.spec, num_envs, on_error)
         self._keys = jnp.stack([stream(seed, Stream.ENV, i) for i in range(num_envs)])
@@ -207,12 +210,12 @@ class JaxEnvs:
     def reset(self) -> Step:
         return self._settled(*self._reset(self._keys, np.uint32(self._tick)))
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: Action) -> Step:
         if self._state is None:
             raise ValueError(f"{self.spec.id} was stepped before its first reset; call reset() first")
         check_action(self.spec, self.num_envs, action)
-        action = action.astype(self.spec.action.array.dtype)
-        return self._settled(*self._step(self._keys, np.uint32(self._tick), self._state, action))
+        native = np.asarray(action, self._dtype)
+        return self._settled(*self._step(self._keys, np.uint32(self._tick), self._state, native))
 
     def _settled(self, state: State, row: Row) -> Step:
         """The rows of a tick, once every broken environment has stopped the run or started a new episode."""

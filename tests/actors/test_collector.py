@@ -12,7 +12,7 @@ import pytest
 from actors.collector import Collector
 from telamon.data import ArraySpec, Counters, Rows, RowSpec, Schedule
 from telamon.envs.base import EnvError
-from telamon.envs.counting import Counting, Fault, make
+from telamon.envs.counting import Counting, Fault, encode, make
 from tests.probe import ACTION_SIZE, Probe, State, acted, position
 
 UNEVEN = (3, 7, 5)
@@ -115,6 +115,46 @@ def test_random_discrete_actions_cover_their_classes():
     assert action.dtype == np.int32
     assert np.bincount(action.ravel(), minlength=4).tolist()[3:] == [0]
     assert (np.bincount(action.ravel())[:3] > 90).all()  # of 400, 133 are expected
+
+
+@dataclass(frozen=True)
+class Twofold(Probe):
+    """Acts in `counting:dict`: pushes as Probe acts, and presses the buttons 0, 1, 2, ... its step modulo 3."""
+
+    @property
+    def row_spec(self) -> RowSpec:
+        return RowSpec(self.env.obs, self.env.action_arrays)
+
+    def act(self, *args):
+        push, carry, _ = super().act(*args)
+        button = (carry[:, None] + jnp.arange(ACTION_SIZE)[None]) % 3
+        return {"push": push, "button": button}, carry, {}
+
+
+def test_a_dict_action_is_stored_and_applied_part_by_part():
+    c, table = collector(agent=Twofold, kind="dict")
+    for _ in range(20):
+        c.tick(None)
+    assert np.unique([rows.action["button"] for rows in table.ticks]).tolist() == [0, 1, 2]
+    assert np.unique([rows.action["push"] for rows in table.ticks]).size > 200
+    for updates in range(20):
+        c.tick(params(updates))
+    is_first, is_last, reward = (columns(table, k) for k in ("is_first", "is_last", "reward"))
+    action = {k: np.stack([rows.action[k] for rows in table.ticks]) for k in ("push", "button")}
+    assert (action["push"].dtype, action["button"].dtype) == (np.float32, np.int32)
+    assert is_last[:20].any()
+    assert is_last[20:].any()
+    for part in action.values():
+        assert (part[is_last] == 0).all()
+    t = np.stack([rows.obs["where"] for rows in table.ticks])[20:, 0, 2].astype(int)
+    goes_on = np.arange(20) > np.flatnonzero(t == 0)[0]  # the carry began anew with the first episode that Twofold saw
+    np.testing.assert_array_equal(
+        action["button"][20:, 0, 1][goes_on], np.where(is_last[20:, 0], 0, (t + 1) % 3)[goes_on]
+    )
+    for tick in range(39):
+        for e in range(3):
+            paid = encode({k: part[tick, e] for k, part in action.items()})
+            assert reward[tick + 1, e] == pytest.approx(0 if is_first[tick + 1, e] else paid, abs=1e-5)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,20 @@ def test_the_first_episode_of_every_environment_counts_and_no_more():
     np.testing.assert_allclose(found.total_reward, [by_hand(n) for n in (3, 7, 5)], rtol=1e-6)
 
 
+def test_a_dict_action_reaches_the_environment_part_by_part():
+    class Twofold(Probe):
+        def act(self, *args):
+            push, carry, _ = super().act(*args)
+            return {"push": push, "button": jnp.ones(push.shape, jnp.int32)}, carry, {}
+
+    env = make("dict", 1, 0, lengths=(4,), action_size=ACTION_SIZE)
+    agent = Twofold(env.spec, Schedule("transitions", 0))
+    found = evaluate(agent, jit_act(agent, 1, "eval"), PARAMS, env, KEY)
+    # buttons come first (1 + 2 + 3 + 4), then the pushes, weighted by 5 (updates), 6 (place) and 7 (carry)
+    by_hand = sum(10 + (5 * 100 + 6 * t + 7 * t) / 1024 for t in range(4))
+    assert found.total_reward[0] == pytest.approx(by_hand, rel=1e-6)
+
+
 def test_draws_are_those_of_key_and_tick():
     agent, act, params, env, key = setup(mode="train", lengths=(4,))  # Probe draws noise in train mode only
     found = evaluate(agent, act, params, env, key)

@@ -26,7 +26,7 @@ def test_a_report_says_what_happened() -> None:
     assert report.obs["total"].high == max(report.returns)
     assert 0 <= report.reward.low <= report.reward.high <= 6
     assert report.saves
-    assert report.bounds is None
+    assert report.bounds == {}
     assert report.refusals == {"one": "counting:discrete has integer actions", "two": None}
 
 
@@ -41,6 +41,12 @@ def test_the_text_holds_what_an_agent_will_see() -> None:
     assert lines["stepped"].startswith("4 agent steps at random; episodes: 0 terminated, 2 truncated; returns ")
     assert lines["resume"] == "exact: its state can be saved"
     assert lines["tdmpc2"] == "refuses: counting:continuous has integer actions"
+
+
+def test_a_dict_action_is_told_part_by_part() -> None:
+    text = to_text(check_env("counting:dict", lengths=(3,), classes=5))
+    assert "\naction       push    float32 (2,), [-1, 1] mapped to [-1, 1]\n" in text
+    assert "\n             button  int32 (2,), classes per element (5, 5)\n" in text
 
 
 def test_it_is_bounded_where_no_episode_ends() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from telamon.data import as_dtype
-from telamon.envs.base import BatchedEnv, Step, random_action
+from telamon.data import ActionSpec, as_dtype
+from telamon.envs.base import Action, BatchedEnv, Step, map_action, random_action
 from telamon.envs.registry import make_env
 
 E = 2
@@ -35,6 +35,7 @@ class Case:
 CASES = [
     Case("counting:continuous", "numpy", {"lengths": (5,)}, ("where", "total"), 5, random_resets=False),
     Case("counting:discrete", "numpy", {"lengths": (5,), "action_repeat": 2}, ("where", "total"), 3, False, repeat=2),
+    Case("counting:dict", "numpy", {"lengths": (5,)}, ("where", "total", "picture", "phase"), 5, random_resets=False),
     # 0.01 s per environment step: 10 of them, and 5 agent steps.
     Case("dmc:cartpole-swingup", "dm_control", {"time_limit": 0.1}, ("position", "velocity"), 5, repeat=2),
     Case("dmc:walker-walk", "dm_control", {"time_limit": 0.25}, WALKER, 5, repeat=2),
@@ -58,7 +59,7 @@ def make(case: Case, seed: int = 0, num_envs: int = E) -> BatchedEnv:
     return make_env(case.env_id, num_envs, seed, **case.kwargs)
 
 
-def actions(env: BatchedEnv, ticks: int, seed: int = 0) -> list[np.ndarray]:
+def actions(env: BatchedEnv, ticks: int, seed: int = 0) -> list[Action]:
     rng = np.random.default_rng(seed)
     return [random_action(env.spec.action, env.num_envs, rng) for _ in range(ticks)]
 
@@ -144,11 +145,11 @@ def test_the_action_of_a_reset_tick_is_ignored(case: Case) -> None:
     a, b = make(case), make(case)
     row = a.reset()
     b.reset()
-    zero = np.zeros((E, *a.spec.action.shape), a.spec.action.array.dtype)
     for x in actions(a, ticks_for(case)):
-        fresh = row.is_last.reshape(E, *[1] * (x.ndim - 1))
+        fresh = row.is_last
         row = a.step(x)
-        assert_equal(row, b.step(np.where(fresh, zero, x)))
+        zeroed = map_action(lambda part, fresh=fresh: (part.T * ~fresh).T.astype(part.dtype), x)
+        assert_equal(row, b.step(zeroed))
 
 
 def test_a_row_is_never_written_again(case: Case) -> None:
@@ -191,7 +192,17 @@ def test_what_no_agent_should_give_is_refused(case: Case) -> None:
         env.step(good)
     env.reset()
     with pytest.raises(ValueError, match=rf"takes .* actions \({E},.*got"):
-        env.step(good[:1])
+        env.step(map_action(lambda a: a[:1], good))
+    if not isinstance(env.spec.action, ActionSpec):
+        with pytest.raises(ValueError, match="takes a dict of push, button as its action, got one array"):
+            env.step(good["push"])
+        with pytest.raises(ValueError, match=r"takes a dict of push, button as its action, got a dict of push$"):
+            env.step({"push": good["push"]})
+        with pytest.raises(ValueError, match=r"element 0 of action 'button' for environment 0 .* is 99"):
+            env.step({**good, "button": np.full_like(good["button"], 99)})
+        return
+    with pytest.raises(ValueError, match="takes one array as its action, got a dict of action"):
+        env.step({"action": good})
     if env.spec.action.classes is None:
         bad = good.copy()
         bad[1, 0] = np.nan

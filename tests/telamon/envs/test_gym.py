@@ -116,6 +116,36 @@ def test_actions_are_mapped_at_the_last_moment(space: Any, spec: ActionSpec, act
     assert np.asarray(got).dtype == space.dtype
 
 
+def test_a_dict_action_is_mapped_part_by_part() -> None:
+    parts = {
+        "push": spaces.Box(-2, 6, (2,), np.float32),
+        "button": spaces.Discrete(4, start=10),
+        "levers": spaces.MultiDiscrete([3, 2]),
+        "lamps": spaces.MultiBinary(2),
+    }
+    env = Tiny(act=spaces.Dict(list(parts.items())))
+    b = batch(env)
+    assert b.spec.action == (
+        ("push", ActionSpec((2,))),
+        ("button", ActionSpec((), (4,))),
+        ("levers", ActionSpec((2,), (3, 2))),
+        ("lamps", ActionSpec((2,), (2, 2))),
+    )
+    assert list(b.bounds) == ["push"]
+    np.testing.assert_array_equal(b.bounds["push"], [[-2, -2], [6, 6]])
+    b.reset()
+    action = {"lamps": [1, 0], "levers": [2, 1], "button": 3, "push": [-1, 0.5]}
+    b.step({k: np.asarray([v], np.float32 if k == "push" else np.int32) for k, v in action.items()})
+    (got,) = env.got
+    assert {k: np.asarray(v).tolist() for k, v in got.items()} == {
+        "push": [-2, 4],
+        "button": 13,
+        "levers": [2, 1],
+        "lamps": [1, 0],
+    }
+    assert got in env.action_space
+
+
 def test_bounds_of_minus_one_and_one_leave_an_action_as_it_is() -> None:
     env = Tiny(act=spaces.Box(-1, 1, (1000,), np.float32))
     action = np.random.default_rng(0).uniform(-1, 1, 1000).astype(np.float32)
@@ -177,6 +207,18 @@ AT_LOAD: dict[str, Refusal] = {
     "no room": (lambda: Tiny(act=spaces.Box(1, 1, (1,))), "an empty Box .*each low must be below its high"),
     "integer box": (lambda: Tiny(act=spaces.Box(0, 3, (1,), np.int32)), "Box of int32; declare .* MultiDiscrete"),
     "composite action": (lambda: Tiny(act=spaces.Tuple([BOX])), "the action is a Tuple space; give one Box, Discrete"),
+    "nested action": (
+        lambda: Tiny(act=spaces.Dict({"arm": spaces.Dict({"a": BOX})})),
+        "action 'arm' is a Dict space; give one .* or one Dict of these$",
+    ),
+    "bad part": (
+        lambda: Tiny(act=spaces.Dict({"arm": spaces.Box(-np.inf, 1, (2,))})),
+        "action 'arm' is an unbounded Box",
+    ),
+    "empty dict action": (
+        lambda: Tiny(act=spaces.Dict({})),
+        "the action is an empty Dict: there is nothing to control",
+    ),
     "composite observation": (
         lambda: Tiny(obs=spaces.Dict({"a": spaces.Dict({"b": BOX})})),
         "observation 'a' is a Dict space; .*FlattenObservation",

@@ -53,6 +53,22 @@ def test_a_row_knows_its_place_and_its_reward_the_action() -> None:
     assert any(ends)
 
 
+def test_a_picture_and_an_integer_know_the_place_too() -> None:
+    env = make("dict", 2, seed=0, lengths=(5,), size=3, classes=4)
+    assert dict(env.spec.obs)["picture"] == ArraySpec((3, 3, 3), "uint8")
+    assert dict(env.spec.obs)["phase"] == ArraySpec((), "int32", 4)
+    assert env.spec.action == (("push", ActionSpec((2,))), ("button", ActionSpec((2,), (4, 4))))
+    rows = [env.reset()]
+    pressed = {"push": np.zeros((2, 2), np.float32), "button": np.array([[3, 0], [0, 1]], np.int32)}
+    rows += [env.step(pressed) for _ in range(5)]
+    for t, row in enumerate(rows):
+        np.testing.assert_array_equal(
+            row.obs["picture"], np.tile(np.array([[[[0, 0, t]]], [[[1, 0, t]]]]), (1, 3, 3, 1))
+        )
+        assert row.obs["phase"].tolist() == [t % 4] * 2
+    assert rows[1].reward.tolist() == [3, 2]  # by sorted keys: button weighs 1 and 2, push 3 and 4
+
+
 def test_an_action_is_repeated_and_its_rewards_summed_up_to_the_end() -> None:
     env = make("continuous", 1, seed=0, lengths=(5,), action_repeat=2)
     assert env.spec.episode_length == 3
@@ -145,14 +161,14 @@ def test_a_rebuild_that_fails_counts_as_one() -> None:
             raise OSError("no more licenses")
         return Single(fails=rebuild == 0)
 
-    env = HostEnvs(Single.spec, one, 1, "rebuild")
+    env = HostEnvs(Single.spec, one, 1, "rebuild", {})
     env.reset()
     assert env.step(np.zeros((1, 1), np.float32)).is_first.all()
     assert made == [0, 1, 2, 3]
 
 
 def test_one_that_cannot_even_close_is_thrown_away_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    env = HostEnvs(Single.spec, lambda i, rebuild: Single(fails=rebuild == 0), 1, "rebuild")
+    env = HostEnvs(Single.spec, lambda i, rebuild: Single(fails=rebuild == 0), 1, "rebuild", {})
     env.reset()
     assert env.step(np.zeros((1, 1), np.float32)).is_first.all()
     assert "env_close_failed env=0 id=single" in caplog.text
@@ -200,16 +216,16 @@ def test_the_environment_being_stepped_can_be_seen_from_outside(monkeypatch: pyt
 
 
 def test_float64_beyond_float32_and_too_large_integers_are_named() -> None:
-    env = HostEnvs(Single.spec, lambda i, r: Single(value=np.float64(1e300)), 1, "stop")
+    env = HostEnvs(Single.spec, lambda i, r: Single(value=np.float64(1e300)), 1, "stop", {})
     with pytest.raises(EnvError, match="observation 'x' is inf"):
         env.reset()
-    env = HostEnvs(Single.spec, lambda i, r: Single(count=np.int64(2**40)), 1, "stop")
+    env = HostEnvs(Single.spec, lambda i, r: Single(count=np.int64(2**40)), 1, "stop", {})
     with pytest.raises(EnvError, match="observation 'n' does not fit int32: it reaches 1099511627776"):
         env.reset()
 
 
 def test_an_undeclared_key_is_named() -> None:
-    env = HostEnvs(Single.spec, lambda i, r: Single(more={"y": 1}), 1, "stop")
+    env = HostEnvs(Single.spec, lambda i, r: Single(more={"y": 1}), 1, "stop", {})
     with pytest.raises(EnvError, match="observation 'y' was not declared"):
         env.reset()
 

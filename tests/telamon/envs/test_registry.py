@@ -58,7 +58,7 @@ def test_missing_libraries_are_listed_as_such(monkeypatch: pytest.MonkeyPatch) -
     _without_libraries(monkeypatch)
     rows = {r.prefix: r for r in list_envs()}
     assert rows["counting"].missing is None
-    assert rows["counting"].ids == ("counting:continuous", "counting:discrete")
+    assert rows["counting"].ids == ("counting:continuous", "counting:discrete", "counting:dict")
     assert "pip install 'telamon[dmc]'" in (rows["dmc"].missing or "")
     assert rows["dmc"].ids == ()
 
