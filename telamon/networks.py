@@ -100,6 +100,14 @@ class Linear(nn.Module):
         return product + jnp.expand_dims(bias.astype(self.dtype), tuple(range(product.ndim - 1)))
 
 
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, statistics in float32, in the dtype of `x`: nn.RMSNorm as a
+    function of its scale [D]."""
+    y = x.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    return (y * (root * jnp.expand_dims(scale, tuple(range(x.ndim - 1))))).astype(x.dtype)
+
+
 def norm_layer(kind: Literal["rms", "layer"], eps: float, dtype: jnp.dtype) -> nn.Module:
     """RMSNorm has a scale and no shift; LayerNorm subtracts the mean before it squares (the fast form cancels)."""
     if kind == "rms":
