@@ -132,36 +132,41 @@ class Counting:
         self._faults = faults
         self._pixels = pixels
 
-    def reset(self) -> Mapping[str, Any]:
+    def reset(self) -> None:
         self._episode, self._t, self._total = self._episode + 1, 0, 0.0
-        return self._break(self._obs(), 0.0)[0]
+        self._run()
 
     def step(self, action: Action) -> Transition:
         self._t += 1
+        self._run()
         reward = encode(action)
         self._total += reward
-        obs, reward = self._break(self._obs(), reward)
         last = self._t >= episode_length(self._lengths, self._index, self._episode)
         terminal = last and self._terminate_every > 0 and (self._episode + 1) % self._terminate_every == 0
-        return Transition(obs, reward, last, terminal)
+        return Transition(float("nan") if "nan_reward" in self._due() else reward, last, terminal)
 
-    def _obs(self) -> dict[str, Any]:
+    def observe(self) -> dict[str, Any]:
         where = np.array([self._index, self._offset + self._episode, self._t], np.float32)
-        obs = {"where": where, "total": np.float32(self._total)}
-        if self._pixels is None:
-            return obs
-        picture = np.tile(np.uint8(where % 256), (self._pixels, self._pixels, 1))
-        return {**obs, "picture": picture, "phase": np.int32(self._t % PHASES)}
+        obs: dict[str, Any] = {"where": where, "total": np.float32(self._total)}
+        if self._pixels is not None:
+            obs["picture"] = np.tile(np.uint8(where % 256), (self._pixels, self._pixels, 1))
+            obs["phase"] = np.int32(self._t % PHASES)
+        return self._broken(obs)
 
-    def _break(self, obs: dict[str, Any], reward: float) -> tuple[dict[str, Any], float]:
-        for fault in self._faults:
-            if (fault.episode, fault.t) != (self._episode, self._t):
-                continue
-            match fault.kind:
-                case "raise":
-                    raise RuntimeError("the counting environment was told to break")
-                case "nan_reward":
-                    reward = float("nan")
+    def _due(self) -> set[str]:
+        """The kinds of fault that are due at this step."""
+        return {f.kind for f in self._faults if (f.episode, f.t) == (self._episode, self._t)}
+
+    def _run(self) -> None:
+        due = self._due()
+        if "raise" in due:
+            raise RuntimeError("the counting environment was told to break")
+        if "hang" in due:
+            time.sleep(3600)
+
+    def _broken(self, obs: dict[str, Any]) -> dict[str, Any]:
+        for kind in self._due():
+            match kind:
                 case "inf_obs":
                     obs["where"] = np.array([np.inf, 0, 0], np.float32)
                 case "shape":
@@ -170,9 +175,7 @@ class Counting:
                     del obs["where"]
                 case "dtype":
                     obs["where"] = np.array(["a", "b", "c"], object)
-                case "hang":
-                    time.sleep(3600)
-        return obs, reward
+        return obs
 
     def get_state(self) -> dict[str, np.ndarray]:
         return {"count": np.array([self._offset, self._episode, self._t]), "total": np.array(self._total)}

@@ -105,13 +105,18 @@ class DMControl:
         action = env.action_spec()
         self._low, self._high = action.minimum, action.maximum
         self._reference = reference
+        self._seen: Mapping[str, Any] = {}
 
-    def reset(self) -> Mapping[str, Any]:
-        return self._env.reset().observation
+    def reset(self) -> None:
+        self._seen = self._env.reset().observation
 
     def step(self, action: Action) -> Transition:
         step = self._env.step(to_bounds(action, self._low, self._high))
-        return Transition(step.observation, step.reward, step.last(), step.last() and step.discount == 0)
+        self._seen = step.observation
+        return Transition(step.reward, step.last(), step.last() and step.discount == 0)
+
+    def observe(self) -> Mapping[str, Any]:
+        return self._seen
 
     def get_state(self) -> dict[str, np.ndarray]:
         """MuJoCo's integration state, the model arrays the task changed, the step count and the task's generator."""

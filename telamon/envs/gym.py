@@ -176,19 +176,20 @@ class Gym:
     def __init__(self, env: GymEnv, seed: int) -> None:
         self._env = env
         self._seed: int | None = seed
+        self._seen: Any = None
         self._bare = not isinstance(env.observation_space, spaces.Dict)
         _, _, self._to_native = action_of(env.action_space)
 
-    def reset(self) -> Mapping[str, Any]:
+    def reset(self) -> None:
         result = self._env.reset(seed=self._seed)
         self._seed = None
         if not (isinstance(result, tuple) and len(result) == 2):
             raise EnvError("reset did not return (observation, info)")
-        return self._keyed(result[0])
+        self._seen = result[0]
 
     def step(self, action: Action) -> Transition:
         try:
-            obs, reward, terminated, truncated, _ = self._env.step(self._to_native(action))
+            self._seen, reward, terminated, truncated, _ = self._env.step(self._to_native(action))
         except ValueError as error:
             # Raised here, or by whichever of gymnasium's own wrappers meets the tuple first.
             if "values to unpack (expected 5" not in str(error):
@@ -200,14 +201,14 @@ class Gym:
         for name, value in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(value, bool | np.bool_):
                 raise EnvError(f"{name} is {value!r}, expected a boolean")
-        return Transition(self._keyed(obs), np.asarray(reward).item(), bool(terminated or truncated), bool(terminated))
+        return Transition(np.asarray(reward).item(), bool(terminated or truncated), bool(terminated))
 
-    def _keyed(self, obs: Any) -> Mapping[str, Any]:
+    def observe(self) -> Mapping[str, Any]:
         if self._bare:
-            return {BARE_KEY: obs}
-        if not isinstance(obs, Mapping):
-            raise EnvError(f"the observation is a {type(obs).__name__}, expected a dict")
-        return obs
+            return {BARE_KEY: self._seen}
+        if not isinstance(self._seen, Mapping):
+            raise EnvError(f"the observation is a {type(self._seen).__name__}, expected a dict")
+        return self._seen
 
     def get_state(self) -> None:
         return None  # Gymnasium has no way to save an environment

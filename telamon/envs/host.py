@@ -23,9 +23,8 @@ from telamon.envs.checks import (
 
 
 class Transition(NamedTuple):
-    """What one environment gave for one action."""
+    """What one environment gave for one action, its observation apart."""
 
-    obs: Mapping[str, Any]
     reward: float
     last: bool
     """Terminated or truncated."""
@@ -36,12 +35,16 @@ class Transition(NamedTuple):
 class OneEnv(Protocol):
     """One environment, without action repeat, reset ticks or checks: all that an adapter has to write."""
 
-    def reset(self) -> Mapping[str, Any]:
-        """Starts an episode; returns its first observation."""
+    def reset(self) -> None:
+        """Starts an episode."""
         ...
 
     def step(self, action: Action) -> Transition:
         """Applies an action, without the axis E, in agent units ([-1, 1], or integers)."""
+        ...
+
+    def observe(self) -> Mapping[str, Any]:
+        """What is seen now. Asked for once per row: what is between two repetitions need not be drawn."""
         ...
 
     def get_state(self) -> dict[str, np.ndarray] | None: ...
@@ -114,14 +117,16 @@ class HostEnvs:
         rows.is_first[i] = action is None
         try:
             if action is None:
-                obs, reward, last, terminal = self._envs[i].reset(), 0.0, False, False
+                self._envs[i].reset()
+                reward, last, terminal = 0.0, False, False
             else:
                 reward, last = 0.0, False
                 for _ in range(self.spec.action_repeat):
-                    obs, r, last, terminal = self._envs[i].step(action)
+                    r, last, terminal = self._envs[i].step(action)
                     reward += r
                     if last:
                         break
+            obs = self._envs[i].observe()
         except Exception as error:  # noqa: BLE001  # whatever a user's environment raises: it is named, chained and settled
             return _named(error)
         rows.reward[i], rows.is_last[i], rows.is_terminal[i] = reward, last, terminal

@@ -261,13 +261,16 @@ class Single:
         self.fails = fails
         self.obs = {"x": value, "n": count, **(more or {})}
 
-    def reset(self) -> dict[str, Any]:
+    def reset(self) -> None:
+        pass
+
+    def observe(self) -> dict[str, Any]:
         return self.obs
 
     def step(self, action: np.ndarray) -> Transition:
         if self.fails:
             raise OSError("the simulator has gone")
-        return Transition(self.obs, 0.0, False, False)
+        return Transition(0.0, False, False)
 
     def get_state(self) -> None:
         return None
