@@ -15,6 +15,12 @@ from telamon.keys import Stream, generator
 MAX_REBUILDS = 10
 """Rebuilds of one environment without a finished episode in between, after which on_error='rebuild' gives up."""
 
+MAX_CLASSES = 2**16
+"""An integer of more values than this is a count and not a category."""
+
+LOG_PREFIX = "log/"
+"""Observation keys that begin like this are for the environment's own records: no replay and no agent sees them."""
+
 log = logging.getLogger(__name__)
 
 
@@ -34,6 +40,24 @@ def obs_dtype(declared: Any, key: str) -> str:
     if dtype.kind in "fiu":
         return "float32" if dtype.kind == "f" else "int32"
     raise EnvError(f"observation {key!r} has dtype {dtype}, which cannot be stored; give numbers or booleans")
+
+
+def obs_array(
+    key: str, shape: tuple[int, ...], dtype: Any, low: np.ndarray | None = None, high: np.ndarray | None = None
+) -> ArraySpec:
+    """An observation's array. low, high: smallest and largest value of each entry of one of bounded integers.
+
+    Integers from 0 to a bound, and booleans, are categories; those of an image (three axes) are intensities. An array
+    whose entries have different bounds gets the classes of the largest.
+    """
+    stored = obs_dtype(dtype, key)
+    if stored == "float32" or len(shape) > 2:
+        return ArraySpec(shape, stored)
+    if stored == "bool":
+        return ArraySpec(shape, stored, 2)
+    if low is None or high is None or np.any(low) or np.max(high) >= MAX_CLASSES:
+        return ArraySpec(shape, stored)
+    return ArraySpec(shape, stored, int(np.max(high)) + 1)
 
 
 def box_action(
@@ -112,13 +136,13 @@ def put_obs(into: Mapping[str, np.ndarray], index: int, obs: Mapping[str, Any], 
         fault = _mismatch(key, value.shape, value.dtype, array)
         if fault:
             return fault
-        with np.errstate(over="ignore"):  # float64 beyond float32 becomes inf, which `nonfinite` then names
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes inf, which `unsound` then names
             into[key][index] = value
         if value.dtype.kind in "iu" and value.dtype != array.dtype and not np.array_equal(into[key][index], value):
             return f"observation {key!r} does not fit {array.dtype}: it reaches {value.min()}..{value.max()}"
     if len(obs) > len(spec.obs):
-        extra = next(k for k in obs if k not in dict(spec.obs))
-        return f"observation {extra!r} was not declared"
+        extra = next((k for k in obs if k not in dict(spec.obs) and not k.startswith(LOG_PREFIX)), None)
+        return None if extra is None else f"observation {extra!r} was not declared"
     return None
 
 
@@ -130,9 +154,16 @@ def _mismatch(key: str, shape: tuple[int, ...], dtype: np.dtype, array: ArraySpe
     return None
 
 
-def nonfinite(step: Step) -> list[tuple[int, str]]:
-    """(environment, what is wrong) for each row that is not finite, by its first bad key."""
+def unsound(step: Step, spec: EnvSpec) -> list[tuple[int, str]]:
+    """(environment, what is wrong) for each row with a value that is not finite or a category out of its range."""
     faults: dict[int, str] = {}
+    for key, array in spec.obs:
+        if array.classes is not None and array.dtype != "bool":
+            flat = step.obs[key].reshape(len(step.reward), -1)
+            bad = (flat < 0) | (flat >= array.classes)
+            for i in np.flatnonzero(bad.any(axis=1)):
+                told = f"observation {key!r} is {flat[i][bad[i]][0]}; its space says 0 to {array.classes - 1}"
+                faults.setdefault(int(i), told)
     for name, value in (*((f"observation {k!r}", v) for k, v in step.obs.items()), ("reward", step.reward)):
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             flat = value.reshape(len(value), -1)

@@ -17,7 +17,7 @@ from envpool.registration import registry
 
 from telamon.data import EnvSpec
 from telamon.envs.base import DM_CONTROL_REPEAT, Action, Bounds, EnvError, OnError, Step, UnknownEnv
-from telamon.envs.checks import Guard, blank, check_action, env_seed, nonfinite
+from telamon.envs.checks import Guard, blank, check_action, env_seed, unsound
 from telamon.envs.gym import BARE_KEY, ToNative, action_of, obs_of
 
 _NO_LIMIT = 2**31 - 1
@@ -114,13 +114,13 @@ class EnvPool:
 
     def _put(self, rows: Step, at: np.ndarray, obs: Any) -> None:
         obs = obs if isinstance(obs, Mapping) else {BARE_KEY: obs}
-        with np.errstate(over="ignore"):  # float64 beyond float32 becomes inf, which `nonfinite` then names
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes inf, which `unsound` then names
             for key, _ in self.spec.obs:
                 rows.obs[key][at] = obs[key]
 
     def _settled(self, rows: Step) -> Step:
         """The rows of a tick, once every broken environment has stopped the run or started a new episode."""
-        while faults := nonfinite(rows):
+        while faults := unsound(rows, self.spec):
             for i, what in faults:
                 self._guard.fault(i, 0 if rows.is_first[i] else int(self._guard.steps[i]) + 1, what, None)
                 self._restart(np.array([i]), rows)

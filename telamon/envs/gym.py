@@ -13,7 +13,7 @@ from gymnasium.envs.registration import load_env_creator
 
 from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec
 from telamon.envs.base import Action, ActionPart, Bounds, EnvError, OnError, UnknownEnv
-from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
+from telamon.envs.checks import LOG_PREFIX, box_action, env_seed, obs_array, to_bounds
 from telamon.envs.host import HostEnvs, Transition
 
 BARE_KEY = "obs"
@@ -114,6 +114,7 @@ def time_limit(env: GymEnv) -> int | None:
 def obs_of(space: spaces.Space[Any]) -> tuple[tuple[str, ArraySpec], ...]:
     """(key, array) per entry of an observation space, in its own order. Raises EnvError for what has no fixed shape."""
     entries = space.spaces if isinstance(space, spaces.Dict) else {BARE_KEY: space}
+    entries = {key: entry for key, entry in entries.items() if not key.startswith(LOG_PREFIX)}
     if not entries:
         raise EnvError("the observation is an empty Dict: there is nothing to learn from")
     return tuple((key, _leaf(key, entry)) for key, entry in entries.items())
@@ -128,7 +129,22 @@ def _leaf(key: str, space: spaces.Space[Any]) -> ArraySpec:
     shape = space.shape or ()  # typed as optional, for spaces that are none of these
     if 0 in shape:
         raise EnvError(f"observation {key!r} is an empty Box of shape {shape}: there is nothing to learn from")
-    return ArraySpec(shape, obs_dtype(space.dtype, key))
+    return obs_array(key, shape, space.dtype, *_integer_bounds(space))
+
+
+def _integer_bounds(space: spaces.Space[Any]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """The smallest and the largest value of each entry; None twice for what is not made of bounded integers."""
+    match space:
+        case spaces.Discrete():
+            return np.asarray(int(space.start)), np.asarray(int(space.start) + int(space.n) - 1)
+        case spaces.MultiDiscrete():
+            start = np.asarray(space.start, np.int64)
+            return start, start + np.asarray(space.nvec, np.int64) - 1
+        case spaces.MultiBinary():
+            return np.zeros(space.shape), np.ones(space.shape)
+        case spaces.Box() if space.is_bounded():
+            return space.low, space.high
+    return None, None
 
 
 ToNative = Callable[[Any], Any]

@@ -15,10 +15,10 @@ from telamon.envs.checks import (
     blank,
     check_action,
     log,
-    nonfinite,
     put_obs,
     step_from_arrays,
     step_to_arrays,
+    unsound,
 )
 
 
@@ -104,7 +104,7 @@ class HostEnvs:
         for i in range(self.num_envs):
             self.active = i
             self._settle(i, self._attempt(i, None if fresh[i] else map_action(itemgetter(i), action), rows), rows)
-        for i, what in nonfinite(rows):
+        for i, what in unsound(rows, self.spec):
             self.active = i
             self._settle(i, (what, None), rows)
         self.active = None
@@ -147,7 +147,7 @@ class HostEnvs:
                 continue
             fault = self._attempt(i, None, rows)
             if fault is None:
-                fault = next(((what, None) for j, what in nonfinite(rows) if j == i), None)
+                fault = next(((what, None) for j, what in unsound(rows, self.spec) if j == i), None)
 
     def _close(self, i: int) -> None:
         try:

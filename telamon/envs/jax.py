@@ -23,14 +23,15 @@ from gymnax.environments.environment import Environment
 from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec
 from telamon.envs.base import Action, Bounds, EnvError, OnError, Step, UnknownEnv
 from telamon.envs.checks import (
+    LOG_PREFIX,
     Guard,
     box_action,
     check_action,
-    nonfinite,
-    obs_dtype,
+    obs_array,
     step_from_arrays,
     step_to_arrays,
     to_bounds,
+    unsound,
 )
 from telamon.keys import Stream, stream
 
@@ -140,14 +141,30 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
 def _obs_of(env: Any, params: Any, key: jax.Array) -> tuple[tuple[str, ArraySpec], ...]:
     """The observation as tracing shows it (declared ones are not always right), in the environment's own key order."""
     entries: dict[str, ArraySpec] = {}
+    space = env.observation_space(params)
+    declared = space.spaces if isinstance(space, spaces.Dict) else {BARE_KEY: space}
 
     def reset(key: jax.Array) -> None:
         obs, _ = env.reset_env(key, params)
         for name, value in (obs if isinstance(obs, Mapping) else {BARE_KEY: obs}).items():
-            entries[name] = ArraySpec(value.shape, obs_dtype(value.dtype, name))
+            if not name.startswith(LOG_PREFIX):
+                said = declared[name]
+                quantity = jnp.issubdtype(said.dtype, jnp.floating)  # whatever its values are stored in
+                dtype = np.float32 if quantity else value.dtype
+                entries[name] = obs_array(name, value.shape, dtype, *_integer_bounds(said))
 
     jax.eval_shape(reset, key)  # read from inside: a returned dict comes back with its keys sorted
     return tuple(entries.items())
+
+
+def _integer_bounds(space: Any) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """The smallest and the largest value of each entry of an integer space; None twice for what has none."""
+    match space:
+        case spaces.Discrete():
+            return np.zeros(()), np.asarray(space.n - 1)
+        case spaces.Box():
+            return np.asarray(space.low), np.asarray(space.high)
+    return None, None
 
 
 def _action_of(space: Any) -> tuple[ActionSpec, Bounds]:
@@ -220,7 +237,7 @@ class JaxEnvs:
     def _settled(self, state: State, row: Row) -> Step:
         """The rows of a tick, once every broken environment has stopped the run or started a new episode."""
         rows = self._to_host(row)
-        while faults := nonfinite(rows):
+        while faults := unsound(rows, self.spec):
             for i, what in faults:
                 at = 0 if rows.is_first[i] else int(self._guard.steps[i]) + 1
                 rebuild = self._guard.fault(i, at, what, None)

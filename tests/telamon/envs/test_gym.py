@@ -64,11 +64,20 @@ def stepped(env: Any, action: Any, **kwargs: Any) -> Any:
         (spaces.Box(-1, 1, (3,), np.float64), ArraySpec((3,), "float32")),
         (spaces.Box(-1, 1, (), np.float32), ArraySpec((), "float32")),
         (spaces.Box(0, 255, (4, 4, 3), np.uint8), ArraySpec((4, 4, 3), "uint8")),
-        (spaces.Box(0, 9, (2,), np.int64), ArraySpec((2,), "int32")),
-        (spaces.Box(0, 1, (2,), np.bool_), ArraySpec((2,), "bool")),
-        (spaces.Discrete(5), ArraySpec((), "int32")),
-        (spaces.MultiDiscrete([3, 4]), ArraySpec((2,), "int32")),
-        (spaces.MultiBinary(3), ArraySpec((3,), "int32")),
+        (spaces.Box(0, 9, (2,), np.int64), ArraySpec((2,), "int32", 10)),
+        (spaces.Box(np.array([0, 0]), np.array([4, 9]), dtype=np.int16), ArraySpec((2,), "int32", 10)),
+        (spaces.Box(0, 255, (4,), np.uint8), ArraySpec((4,), "uint8", 256)),
+        (spaces.Box(0, 2**16, (2,), np.int64), ArraySpec((2,), "int32")),
+        (spaces.Box(0, np.inf, (2,), np.int64), ArraySpec((2,), "int32")),
+        (spaces.Box(-1, 1, (2,), np.int64), ArraySpec((2,), "int32")),
+        (spaces.Box(0, 1, (2,), np.bool_), ArraySpec((2,), "bool", 2)),
+        (spaces.Box(0, 1, (2, 2, 2), np.bool_), ArraySpec((2, 2, 2), "bool")),
+        (spaces.Box(0, 3, (2, 2, 2), np.int32), ArraySpec((2, 2, 2), "int32")),
+        (spaces.Discrete(5), ArraySpec((), "int32", 5)),
+        (spaces.Discrete(5, start=1), ArraySpec((), "int32")),
+        (spaces.MultiDiscrete([3, 4]), ArraySpec((2,), "int32", 4)),
+        (spaces.MultiDiscrete([[3], [4]], start=[[0], [1]]), ArraySpec((2, 1), "int32")),
+        (spaces.MultiBinary(3), ArraySpec((3,), "int32", 2)),
     ],
 )
 def test_observation_dtypes_follow_the_declared_space(space: Any, expected: ArraySpec) -> None:
@@ -84,6 +93,12 @@ def test_a_dict_keeps_its_own_order() -> None:
     env = Tiny(obs=space, first={"a": np.zeros(2, np.float32), "z": 1})
     assert [k for k, _ in batch(env).spec.obs] == list(space.spaces) == ["z", "a"]
     assert list(batch(env).reset().obs) == ["z", "a"]
+
+
+def test_keys_for_the_log_stay_with_the_environment() -> None:
+    env = Tiny(obs=spaces.Dict({"log/health": BOX, "a": BOX}), first={"a": GOOD, "log/health": GOOD, "log/other": "x"})
+    assert [k for k, _ in batch(env).spec.obs] == ["a"]
+    assert list(batch(env).reset().obs) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +240,10 @@ AT_LOAD: dict[str, Refusal] = {
     ),
     "text": (lambda: Tiny(obs=spaces.Text(4)), "observation 'obs' is a Text space"),
     "empty observation": (lambda: Tiny(obs=spaces.Box(-1, 1, (0,))), "observation 'obs' is an empty Box"),
+    "nothing but the log": (
+        lambda: Tiny(obs=spaces.Dict({"log/health": BOX})),
+        "the observation is an empty Dict: there is nothing to learn from",
+    ),
     "empty dict": (lambda: Tiny(obs=spaces.Dict({}), first={}), "the observation is an empty Dict"),
     "complex": (
         lambda: Tiny(obs=_declared(np.complex64), first=np.zeros(2)),
@@ -283,6 +302,10 @@ AT_STEP: dict[str, Refusal] = {
     "dtype": (
         lambda: Tiny(obs=spaces.Discrete(3), first=0.5),
         "observation 'obs' has dtype float64, expected int32",
+    ),
+    "category": (
+        lambda: Tiny(obs=spaces.Discrete(3), first=3),
+        "observation 'obs' is 3; its space says 0 to 2",
     ),
     "objects": (
         lambda: Tiny(result=lambda t: (np.array([None, 1], object), 0.0, False, False, {})),

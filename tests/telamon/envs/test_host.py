@@ -12,7 +12,7 @@ import pytest
 
 from telamon.data import ActionSpec, ArraySpec, EnvSpec
 from telamon.envs.base import EnvError, Step
-from telamon.envs.checks import MAX_REBUILDS, env_seed, nonfinite, to_bounds
+from telamon.envs.checks import MAX_REBUILDS, env_seed, to_bounds, unsound
 from telamon.envs.counting import EPISODES_PER_REBUILD, Fault, encode, make
 from telamon.envs.host import HostEnvs, Transition
 
@@ -119,7 +119,7 @@ def test_a_rebuilt_environment_begins_anew_and_the_others_go_on(kind: Any, caplo
     for i in (0, 2):
         np.testing.assert_array_equal(row.obs["where"][i], other.obs["where"][i])
         assert row.reward[i] == other.reward[i]
-    assert not nonfinite(row)
+    assert not unsound(row, env.spec)
     assert len(caplog.records) == 1
     assert caplog.messages[0].startswith("env_rebuilt env=1 id=counting:continuous step=4 reason=")
     np.testing.assert_array_equal(env.step(action()).obs["where"][1], [1, EPISODES_PER_REBUILD, 1])
@@ -245,11 +245,22 @@ def test_no_mapped_action_leaves_its_bounds() -> None:
         assert ((low <= mapped) & (mapped <= high)).all()
 
 
-def test_nonfinite_names_the_first_bad_key_of_each_environment() -> None:
+def test_unsound_names_the_first_bad_key_of_each_environment() -> None:
     flag = np.zeros(4, bool)
     obs = {"a": np.array([0, np.nan, 0, np.inf], np.float32), "b": np.zeros((4, 2), np.uint8)}
     step = Step(obs, np.array([0, -np.inf, np.nan, 0], np.float32), flag, flag, flag)
-    assert nonfinite(step) == [(1, "observation 'a' is nan"), (2, "reward is nan"), (3, "observation 'a' is inf")]
+    spec = EnvSpec("x", (("a", ArraySpec(())), ("b", ArraySpec((2,), "uint8"))), ActionSpec((1,)), None)
+    assert unsound(step, spec) == [(1, "observation 'a' is nan"), (2, "reward is nan"), (3, "observation 'a' is inf")]
+
+
+def test_a_category_out_of_its_range_is_named() -> None:
+    flag = np.zeros(3, bool)
+    obs = {"n": np.array([[0, 2], [0, 3], [-1, 9]], np.int32), "far": np.full(3, 99, np.int32)}
+    spec = EnvSpec("x", (("n", ArraySpec((2,), "int32", 3)), ("far", ArraySpec((), "int32"))), ActionSpec((1,)), None)
+    assert unsound(Step(obs, np.zeros(3, np.float32), flag, flag, flag), spec) == [
+        (1, "observation 'n' is 3; its space says 0 to 2"),
+        (2, "observation 'n' is -1; its space says 0 to 2"),
+    ]
 
 
 class Single:

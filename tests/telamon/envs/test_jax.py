@@ -36,6 +36,10 @@ class Counter(gymnax.environments.environment.Environment):
     def observed(self, state: Any, action: jax.Array) -> dict[str, jax.Array]:
         return {"z": jnp.asarray(state.time, jnp.float32), "a": action}
 
+    def observation_space(self, params: Any) -> Any:
+        one = gymnax.environments.spaces.Box(0, 9, (1,))
+        return gymnax.environments.spaces.Dict({"z": one, "a": one})
+
     def action_space(self, params: Any) -> Any:
         if self.kind == "tuple":
             return gymnax.environments.spaces.Tuple(())
