@@ -1,17 +1,21 @@
-"""The replay of one process: rings, the index of their episodes, and counters. Implements `telamon.replay.Replay`."""
+"""The replay of one process: rings, the index of their episodes, the online queue, and counters.
+
+Implements `telamon.replay.Replay`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from replay_server import persist, windows
-from replay_server.ring import CHUNK_ROWS, Ring
+from replay_server.online import OnlineQueue
+from replay_server.ring import CHUNK_ROWS, LATENTS, Ring
 from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, from_columns, to_columns
-from telamon.replay import ReplayStats
+from telamon.replay import Purpose, ReplayStats
 
 
 def table_bytes(row_spec: RowSpec, num_envs: int, capacity: int) -> int:
@@ -22,7 +26,8 @@ def table_bytes(row_spec: RowSpec, num_envs: int, capacity: int) -> int:
 class Store:
     """A table of `num_envs` rings of `capacity` rows each, served as windows of `window_spec`.
 
-    rng: draws every window; its state is part of a mark, so its bit generator is one whose state JSON can hold (PCG64).
+    rng: draws every window for training; one spawned from it draws those of reports, so that looking changes nothing.
+    The states of both are part of a mark, so its bit generator is one whose state JSON can hold (PCG64).
     directory: where marks are kept; it must be this store's alone. None where none will be asked for.
     Raises ValueError for windows that such a table cannot serve.
     """
@@ -39,13 +44,15 @@ class Store:
         windows.check_spec(window_spec, capacity)
         self._row_spec = row_spec
         self._window_spec = window_spec
-        self._rng = rng
+        self._rngs: dict[Purpose, np.random.Generator] = {"train": rng, "report": rng.spawn(1)[0]}
         self._directory = directory
         self._ring = Ring(row_spec.columns, num_envs, capacity)
         self._episodes = windows.Episodes(num_envs, capacity, windows.min_rows(window_spec))
+        self._online = OnlineQueue(window_spec.length, self._online_limit())
         self._chunks: dict[tuple[str, int], persist.ChunkFile] = {}
-        self._latents = [f"latents/{k}" for k, _ in row_spec.latents]
-        self._served = [name for name in row_spec.columns if name not in self._latents]
+        sent = {"none": {}, "context": {f"latents/{k}": window_spec.context for k, _ in row_spec.latents}}
+        rows = {name: window_spec.length for name in row_spec.columns if not name.startswith(LATENTS)}
+        self._served = rows | sent[window_spec.latents]
         self._counters = {"sampled_windows": 0, "written_back": 0, "stale": 0}
 
     def append(self, rows: Rows) -> None:
@@ -55,19 +62,27 @@ class Store:
         self._episodes.check(rows.env_id, rows.is_first)
         row = self._ring.append(rows.env_id, columns)
         self._episodes.append(rows.env_id, row, self._ring.tail[rows.env_id], rows.is_first, rows.is_last)
+        self._online.append(rows.env_id, row)
 
     def can_sample(self) -> bool:
-        return windows.can_draw(self._window_spec, self._episodes, self._ring.tail, self._ring.head)
+        return self._items() > 0
 
-    def sample(self, batch: int, purpose: Literal["train", "report"] = "train") -> Window:
-        """Draws `batch` windows into fresh arrays. Raises LookupError while no window can be drawn."""
+    def sample(self, batch: int, purpose: Purpose = "train") -> Window:
+        """Serves `batch` windows in fresh arrays: those of the online queue first, and drawn ones for the rest.
+
+        A report only draws: it leaves queue, counters and the windows of training as they are.
+        Raises LookupError while no window can be drawn.
+        """
         if batch < 1:
             raise ValueError(f"a batch of {batch} windows is empty; batch must be at least 1")
         spec, ring = self._window_spec, self._ring
-        env_id, first_row = windows.draw(spec, self._episodes, ring.tail, ring.head, batch, self._rng)
-        columns = ring.gather(env_id, first_row, spec.length, self._served)
-        if spec.latents == "context":
-            columns |= ring.gather(env_id, first_row, spec.context, self._latents)
+        env_id, first_row = self._online.pop(batch if purpose == "train" else 0, ring.tail)
+        if drawn := batch - env_id.size:
+            more = windows.draw(spec, self._episodes, ring.tail, ring.head, drawn, self._rngs[purpose])
+            env_id, first_row = (np.concatenate(parts) for parts in zip((env_id, first_row), more, strict=True))
+        columns = ring.gather(env_id, first_row, self._served)
+        if spec.annotate:
+            columns["is_first"], columns["is_last"] = windows.annotate(columns["is_first"], columns["is_last"])
         if purpose == "train":
             self._counters["sampled_windows"] += batch
         return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
@@ -87,6 +102,8 @@ class Store:
             rows_held=held,
             bytes_held=held * self._row_spec.nbytes,
             episodes=int(self._episodes.count.sum()),
+            items=self._items(),
+            online_queue=len(self._online),
             **self._counters,
         )
 
@@ -96,7 +113,11 @@ class Store:
         Writes only what was appended or written back since the last mark or restore. Raises OSError naming path and
         bytes when the disk does not take it; earlier marks are then untouched.
         """
-        state = {"counters": self._counters, "generator": self._rng.bit_generator.state}
+        state = {
+            "counters": self._counters,
+            "generators": {purpose: rng.bit_generator.state for purpose, rng in self._rngs.items()},
+            "online": self._online.waiting,
+        }
         self._chunks = persist.save(self._folder(), name, self._ring, self._chunks, self._spec(), state)
         self._ring.settle()
 
@@ -116,8 +137,12 @@ class Store:
         for env in range(ring.num_envs):
             episodes.rebuild(env, int(ring.tail[env]), ring.held("is_first", env), ring.held("is_last", env))
         self._ring, self._chunks, self._episodes = ring, chunks, episodes
+        self._online = OnlineQueue(
+            self._window_spec.length, self._online_limit(), ((env, first) for env, first in state["online"])
+        )
         self._counters = state["counters"]
-        self._rng.bit_generator.state = state["generator"]
+        for purpose, rng in self._rngs.items():
+            rng.bit_generator.state = state["generators"][purpose]
 
     def marks(self) -> list[str]:
         """Names of all marks, damaged ones included."""
@@ -132,13 +157,22 @@ class Store:
             raise ValueError("this replay was made without a directory, so it keeps no marks; give Store a directory")
         return self._directory
 
+    def _items(self) -> int:
+        return windows.choices(self._window_spec, self._episodes, self._ring.tail, self._ring.head)
+
+    def _online_limit(self) -> int:
+        """Fresh windows that the rings can hold: where environments advance together, none that is held is dropped."""
+        return (
+            self._ring.num_envs * (self._ring.capacity // self._window_spec.length) if self._window_spec.online else 0
+        )
+
     def _spec(self) -> dict[str, Any]:
         """What must be equal where a mark is restored."""
         return {
             "num_envs": self._ring.num_envs,
             "capacity": self._ring.capacity,
             "chunk_rows": CHUNK_ROWS,
-            "generator": type(self._rng.bit_generator).__name__,
+            "generator": type(self._rngs["train"].bit_generator).__name__,
             **{f"row.{k}": v for k, v in asdict(self._row_spec).items()},
             **{f"window.{k}": v for k, v in asdict(self._window_spec).items()},
         }

@@ -39,6 +39,24 @@ def check_spec(spec: WindowSpec, capacity: int) -> None:
             "window.start='windows' draws every run of held rows; "
             "it needs window.cross_episodes=True, closed_only=False and last_start=True"
         )
+    if spec.online and spec.start != "windows":
+        raise ValueError(
+            f"window.online=True serves fresh windows that cross episodes, which window.start={spec.start!r} "
+            "never draws; it needs window.start='windows'"
+        )
+
+
+def annotate(is_first: np.ndarray, is_last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The flags (is_first, is_last) of windows, completed. bool [B, T] each.
+
+    The first row begins a sequence, whatever it was when it was appended. A row before an is_first row ended its
+    episode, which was abandoned if it did not say so; the last row's successor is not in the window. The reference
+    looks at is_first before it sets the first row's.
+    """
+    last, first = is_last.copy(), is_first.copy()
+    last[:, :-1] |= is_first[:, 1:]
+    first[:, 0] = True
+    return first, last
 
 
 class Episodes:
@@ -164,9 +182,9 @@ STARTS = {
 }
 
 
-def can_draw(spec: WindowSpec, episodes: Episodes, tail: np.ndarray, head: np.ndarray) -> bool:
-    """Whether at least one window may be drawn."""
-    return bool(STARTS[spec.start].weights(spec, episodes, tail, head).any())
+def choices(spec: WindowSpec, episodes: Episodes, tail: np.ndarray, head: np.ndarray) -> int:
+    """How many choices all environments offer together; 0 while no window may be drawn."""
+    return int(STARTS[spec.start].weights(spec, episodes, tail, head).sum())
 
 
 def draw(

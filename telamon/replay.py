@@ -7,6 +7,9 @@ from typing import Literal, Protocol
 
 from telamon.data import Rows, Window, WriteBack
 
+Purpose = Literal["train", "report"]
+"""What windows are for: an update, or a look that must change nothing."""
+
 
 @dataclass(frozen=True)
 class ReplayStats:
@@ -19,7 +22,12 @@ class ReplayStats:
     """Bytes that the held rows occupy."""
     episodes: int
     """Closed episodes that can be sampled."""
+    items: int
+    """What a draw chooses among now: windows, or closed episodes (`WindowSpec.start`)."""
+    online_queue: int
+    """Fresh windows that wait to be served (`WindowSpec.online`)."""
     sampled_windows: int
+    """For training alone."""
     written_back: int
     stale: int
     """Write-backs dropped because their row had been overwritten."""
@@ -36,8 +44,12 @@ class Replay(Protocol):
         """Whether at least one window may be drawn."""
         ...
 
-    def sample(self, batch: int, purpose: Literal["train", "report"] = "train") -> Window:
-        """Draws `batch` windows. Raises LookupError while no window can be drawn."""
+    def sample(self, batch: int, purpose: Purpose = "train") -> Window:
+        """Serves `batch` windows: fresh ones first if declared (`WindowSpec.online`), and drawn ones.
+
+        Reports only draw, and neither count nor change what training will be served.
+        Raises LookupError while no window can be drawn.
+        """
         ...
 
     def write_back(self, update: WriteBack) -> int:
@@ -47,7 +59,7 @@ class Replay(Protocol):
     def stats(self) -> ReplayStats: ...
 
     def mark(self, name: str) -> None:
-        """Makes the present state, the sampler's generator included, restorable under `name`; atomic."""
+        """Makes the present state, generators and online queue included, restorable under `name`; atomic."""
         ...
 
     def restore(self, name: str) -> None:

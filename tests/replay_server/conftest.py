@@ -100,9 +100,13 @@ class Table:
         np.testing.assert_array_equal(window.reward, 1000 * env + row)
         np.testing.assert_array_equal(window.action, -row[..., None])
         flags = np.array([[self.flags[e][r] for r in rs] for e, rs in zip(window.env_id, row, strict=True)])
+        is_last = flags[..., 1].copy()
+        if self.window.annotate:
+            flags[:, :-1, 1] |= flags[:, 1:, 0]
+            flags[:, 0, 0] = True
         np.testing.assert_array_equal(window.is_first, flags[..., 0])
         np.testing.assert_array_equal(window.is_last, flags[..., 1])
-        np.testing.assert_array_equal(window.is_terminal, flags[..., 1] & (row % 2 == 0))
+        np.testing.assert_array_equal(window.is_terminal, is_last & (row % 2 == 0))
         if not self.window.cross_episodes:
             assert not window.is_first[:, 1:].any()
             assert not window.is_last[:, :-1].any()
@@ -120,7 +124,10 @@ def cases(draw: st.DrawFn) -> tuple[Table, list[dict[int, Flags]]]:
     length = draw(st.integers(1, min(6, capacity)))
     kind = draw(st.sampled_from(["episodes", "exclusive", "windows"]))
     if kind == "windows":
-        window = WindowSpec(length, cross_episodes=True, closed_only=False, start="windows")
+        window = WindowSpec(
+            length, cross_episodes=True, closed_only=False, start="windows",
+            online=draw(st.booleans()), annotate=draw(st.booleans()),
+        )  # fmt: skip
     else:
         window = WindowSpec(length, last_start=kind == "episodes" or length == capacity)
     episode = st.tuples(st.integers(1, 30), st.booleans())

@@ -36,16 +36,16 @@ def test_environments_advance_on_their_own():
     ring = filled(3)
     ring.append(np.array([1]), tick([1], [3]))
     np.testing.assert_array_equal(ring.head, [3, 4])
-    got = ring.gather(np.array([1, 0]), np.array([2, 1]), 2, ["value"])["value"]
+    got = ring.gather(np.array([1, 0]), np.array([2, 1]), {"value": 2})["value"]
     np.testing.assert_array_equal(got, [[[1, 2], [1, 3]], [[0, 1], [0, 2]]])
 
 
 def test_gather_crosses_the_end_of_the_memory_and_copies():
     ring = filled(8)
-    first = ring.gather(np.array([1]), np.array([3]), 5, ["value"])["value"]
+    first = ring.gather(np.array([1]), np.array([3]), {"value": 5})["value"]
     np.testing.assert_array_equal(first[0, :, 1], [3, 4, 5, 6, 7])
     first[:] = -1
-    assert (ring.gather(np.array([1]), np.array([3]), 5, ["value"])["value"] >= 0).all()
+    assert (ring.gather(np.array([1]), np.array([3]), {"value": 5})["value"] >= 0).all()
 
 
 @pytest.mark.parametrize("first", [2, 4, 8])
@@ -53,7 +53,7 @@ def test_gather_refuses_rows_that_are_not_held(first):
     with pytest.raises(
         LookupError, match=f"rows {first} to {first + 4} of environment 1 are not all held; it holds 3 to 7"
     ):
-        filled(8).gather(np.array([0, 1]), np.array([3, first]), 5, ["value"])
+        filled(8).gather(np.array([0, 1]), np.array([3, first]), {"value": 5})
 
 
 def test_a_full_ring_gives_up_the_oldest_row_before_it_overwrites_it():
@@ -104,7 +104,7 @@ def test_a_table_of_more_rows_than_int32_counts():
     ring = Ring({"x": ArraySpec((), "bool")}, 3, 2**30)
     env = np.array([1, 2], np.int32)  # 2 * 2^30, wrapped to a negative place, would be that of environment 1
     ring.append(env, {"x": np.array([False, True])})
-    assert ring.gather(env, np.array([0, 0]), 1, ["x"])["x"].tolist() == [[False], [True]]
+    assert ring.gather(env, np.array([0, 0]), {"x": 1})["x"].tolist() == [[False], [True]]
 
 
 @settings(max_examples=60)

@@ -158,14 +158,15 @@ def test_stale_write_backs_are_dropped_and_counted(make_table, make_stream):
 
 def test_stats_count(make_table, make_stream, row_spec):
     table = make_table(EPISODES, 2, 20)
-    assert table.store.stats() == ReplayStats(0, 0, 0, 0, 0, 0, 0)
+    assert table.store.stats() == ReplayStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
     fill(table, make_stream([(30, True)]), make_stream([(8, True)]))
     table.store.sample(5)
     table.store.sample(7, purpose="report")  # does not count for the train ratio
     table.store.write_back(table.latents(np.zeros(2), np.array([9, 10]), np.ones(2)))
     assert table.store.stats() == ReplayStats(
-        rows=38, rows_held=28, bytes_held=28 * row_spec.nbytes, episodes=1, sampled_windows=5, written_back=1, stale=1
-    )
+        rows=38, rows_held=28, bytes_held=28 * row_spec.nbytes, episodes=1, items=1, online_queue=0, sampled_windows=5,
+        written_back=1, stale=1,
+    )  # fmt: skip
 
 
 def test_the_predicted_size_is_that_of_a_full_table(make_table, make_stream, row_spec):

@@ -107,7 +107,7 @@ def test_one_uniform_number_chooses_among_all_environments():
 )
 def test_drawing_from_nothing_is_refused(spec, message):
     held, episodes = (np.array([0]), np.array([3])), windows.Episodes(1, 10, 4)
-    assert not windows.can_draw(spec, episodes, *held)
+    assert windows.choices(spec, episodes, *held) == 0
     with pytest.raises(LookupError, match=message):
         windows.draw(spec, episodes, *held, 1, np.random.default_rng(0))
 
@@ -126,6 +126,29 @@ def test_windows_that_nobody_serves_are_refused(spec):
         ValueError, match=r"it needs window\.cross_episodes=True, closed_only=False and last_start=True"
     ):
         windows.check_spec(spec, 10)
+
+
+def test_a_queue_of_fresh_windows_inside_episodes_is_refused():
+    with pytest.raises(ValueError, match=r"window\.online=True .* window\.start='episodes' never draws; it needs"):
+        windows.check_spec(WindowSpec(4, online=True), 10)
+
+
+@pytest.mark.parametrize(
+    ("is_first", "is_last", "first", "last"),
+    [
+        ([0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0]),  # an abandoned episode
+        ([0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0]),
+        ([1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]),  # what comes before the window is no matter
+        ([0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1]),  # the first row's forced flag ends nothing
+        ([0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]),
+        ([0], [1], [1], [1]),
+    ],
+)
+def test_flags_are_completed(is_first, is_last, first, last):
+    given = np.array([is_first], bool), np.array([is_last], bool)
+    got = windows.annotate(*given)
+    np.testing.assert_array_equal(got, np.array([[first], [last]], bool))
+    np.testing.assert_array_equal(given, np.array([[is_first], [is_last]], bool))
 
 
 @pytest.mark.parametrize(
