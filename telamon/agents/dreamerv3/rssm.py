@@ -58,7 +58,7 @@ class RSSM:
         """Fresh parameters. The recurrent kernels' scale is that of their full input width, all blocks together."""
         c = self.config
         g, latents = c.blocks, c.stoch * c.classes
-        keys = iter(jax.random.split(key, 9))
+        keys = iter(jax.random.split(key, 10))
         layer = lambda width: normed(c.hidden).init(next(keys), jnp.zeros(width))["params"]
         linear = lambda width: Linear(latents, scaled()).init(next(keys), jnp.zeros(width))["params"]
         block = lambda width, units: BlockLinear(units, g).init(next(keys), jnp.zeros(width))["params"]
