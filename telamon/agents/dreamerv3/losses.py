@@ -11,7 +11,7 @@ K bins.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,13 @@ class Imagined(NamedTuple):
     """What the model foresees from N starts under the present policy. Nothing here has a gradient."""
 
     deter: jax.Array
-    """[H + 1, N, D]; index 0 is the start."""
+    """[H, N, D], of the states in which an action is chosen; index 0 is the start."""
     stoch: jax.Array
-    """[H + 1, N, S * C]."""
+    """[H, N, S * C]."""
     action: dict[str, jax.Array]
-    """[H, N, ...], chosen in states 0..H-1."""
+    """[H, N, ...]."""
+    last: Feature
+    """([N, D], [N, S * C]) of the state after the last action. Apart, so that the long arrays are never copied."""
 
     @property
     def feature(self) -> Feature:
@@ -145,18 +147,16 @@ def imagine(
     """H steps of the prior under the policy from states [N, ...]; gumbel [H, N, S, C], action noise [H, N, ...]."""
     params, start = sg(params), sg(start)
 
-    def step(
-        state: State, noise: tuple[jax.Array, Mapping[str, jax.Array]]
-    ) -> tuple[State, tuple[State, dict[str, jax.Array]]]:
+    def step(state: State, noise: tuple[jax.Array, Mapping[str, jax.Array]]) -> tuple[State, Any]:
         gumbel, action_noise = noise
-        policy = nets.policy(params, (state.deter, state.stoch.reshape(state.stoch.shape[0], -1)))
+        feature = state.deter, state.stoch.reshape(state.stoch.shape[0], -1)
+        policy = nets.policy(params, feature)
         action = {key: policy[key].sample(action_noise[key]) for key, _ in nets.actions}
         state, _ = rssm.imagine_step(params["dyn"], state, encode_action(nets.actions, action, lead=1), gumbel)
-        return state, (state, action)
+        return state, (*feature, action)
 
-    _, (states, actions) = jax.lax.scan(step, start, (gumbel, action_noise))
-    deter, stoch = (jnp.concatenate([a[None], b]) for a, b in zip(start, states, strict=True))
-    return Imagined(deter, stoch.reshape(*stoch.shape[:2], -1), actions)
+    last, (deter, stoch, action) = jax.lax.scan(step, start, (gumbel, action_noise))
+    return Imagined(deter, stoch, action, (last.deter, last.stoch.reshape(last.stoch.shape[0], -1)))
 
 
 def lambda_returns(reward: jax.Array, discount: jax.Array, value: jax.Array, lam: jax.Array) -> jax.Array:
@@ -187,20 +187,16 @@ def actor_critic(
     known_start: [N] continuation of the starts as replayed (recipe `paper`), or None for the model's own.
     """
     c, two_hot = nets.config, nets.two_hot
-    horizon = len(imagined.deter) - 1
-    fixed, feature = sg(params), imagined.feature
-    acted = (feature[0][:horizon], feature[1][:horizon])
-    entered = (feature[0][1:], feature[1][1:])
+    fixed, feature, last = sg(params), imagined.feature, imagined.last
+    value_logits = nets.value(params["val"], feature)
 
-    reward = two_hot.decode(nets.reward(fixed, entered))
-    if known_start is None:
-        continuation = jax.nn.sigmoid(nets.continuation(fixed, feature))
-    else:
-        continuation = jnp.concatenate([known_start[None], jax.nn.sigmoid(nets.continuation(fixed, entered))])
-    value_logits = nets.value(params["val"], acted)
-    last = (feature[0][horizon:], feature[1][horizon:])
-    value = sg(two_hot.decode(jnp.concatenate([value_logits, nets.value(fixed["val"], last)])))
-    slow_value = sg(two_hot.decode(nets.value(slow, acted)))
+    # Each head on states 0..H-1 and on the last, which has no action.
+    reward = two_hot.decode(joined(nets.reward(fixed, feature)[1:], nets.reward(fixed, last)))
+    continuation = jax.nn.sigmoid(joined(nets.continuation(fixed, feature), nets.continuation(fixed, last)))
+    if known_start is not None:
+        continuation = jnp.concatenate([known_start[None], continuation[1:]])
+    value = sg(two_hot.decode(joined(value_logits, nets.value(fixed["val"], last))))
+    slow_value = sg(two_hot.decode(nets.value(slow, feature)))
 
     # The discount is in the continuation. A state's weight is the chance that imagination got there, start included.
     weight = sg(jnp.cumprod(continuation, 0)[:-1])
@@ -210,7 +206,7 @@ def actor_critic(
     norm = normalizer.update(norm, returns)
     advantage = sg((returns - value[:-1]) / normalizer.scale(norm))
 
-    policy = nets.policy(params, acted)
+    policy = nets.policy(params, feature)
     log_prob = total({key: policy[key].log_prob(imagined.action[key]) for key, _ in nets.actions})
     entropy = {key: policy[key].entropy() for key, _ in nets.actions}
     losses = {
@@ -289,6 +285,11 @@ def loss(
 def features(post: Observed) -> Feature:
     """(deter, flattened stoch)."""
     return post.deter, post.stoch.reshape(*post.stoch.shape[:-2], -1)
+
+
+def joined(first: jax.Array, last: jax.Array) -> jax.Array:
+    """[H, N, ...] and [N, ...] -> [H + 1, N, ...]."""
+    return jnp.concatenate([first, last[None]])
 
 
 def total(terms: Mapping[str, jax.Array]) -> jax.Array:
