@@ -74,5 +74,5 @@ def test_one_altered_number_of_a_clock_fails_its_own_line():
 def test_a_trace_whose_workers_do_not_take_turns_is_refused(changed):
     contents = arrays("replay_trace.npz")
     rows = contents["rows"][[1, 0, *range(2, 120)]]
-    with pytest.raises(Refused, match="has 2 workers that do not take turns or do not divide 4[01] windows"):
+    with pytest.raises(Refused, match=r"has 2 workers that do not take turns or do not divide 4[01] windows"):
         list(replay.check(Fixture(Path("f.npz"), contents | changed | ({"rows": rows} if "rows" in changed else {}))))

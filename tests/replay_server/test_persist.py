@@ -257,6 +257,26 @@ def test_a_mark_of_larger_rings_keeps_them(make):
     assert same(table, smaller)
 
 
+@pytest.mark.parametrize("capacity", [CAPACITY, 333])
+def test_a_queue_of_fresh_windows_comes_back_as_it_was(make, capacity):
+    """In the middle: some were served, some were overwritten, some wait; also in larger rings."""
+    table = make()
+    advance(table, 230)
+    assert len(table.store.sample(500).env_id) == 500
+    advance(table, 20, seed=1)
+    table.store.sample(7)
+    table.store.sample(5, "report")
+    table.store.mark("now")
+    waiting = table.store.stats().online_queue
+    assert 100 < waiting < NUM_ENVS * (CAPACITY // 4)
+    other = restored(make, "now", table.flags, capacity=capacity)
+    assert other.store.stats() == table.store.stats()
+    one, two = (t.store.sample(waiting + 20) for t in (table, other))
+    np.testing.assert_array_equal(one.env_id, two.env_id)
+    np.testing.assert_array_equal(one.first_row, two.first_row)
+    assert other.store.stats().online_queue == 0
+
+
 def test_marks_are_listed(make, tmp_path):
     table = make()
     assert table.store.marks() == []

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from replay_server.store import table_bytes
-from telamon.data import WindowSpec
+from replay_server.store import Store, table_bytes
+from telamon.data import ArraySpec, Rows, RowSpec, WindowSpec, as_dtype
 from telamon.replay import ReplayStats
 
 EPISODES = WindowSpec(4)
 WINDOWS = WindowSpec(4, cross_episodes=True, closed_only=False, start="windows")
+FRESH = replace(WINDOWS, online=True, annotate=True)
 
 
 def fill(table, *streams):
@@ -30,6 +32,7 @@ def test_samples_are_what_the_list_model_allows_after_every_tick(any_case, data)
         table.tick(tick)
         choices = table.choices()
         assert table.store.can_sample() == bool(choices)
+        assert table.store.stats().items == len(choices)
         if choices:
             window = table.store.sample(4)
             table.check(window)
@@ -40,7 +43,7 @@ def test_samples_are_what_the_list_model_allows_after_every_tick(any_case, data)
                 table.store.sample(1)
 
 
-@pytest.mark.parametrize("window", [EPISODES, WINDOWS])
+@pytest.mark.parametrize("window", [EPISODES, FRESH])
 @pytest.mark.parametrize("capacity", [4, 37, 64])
 def test_not_one_of_many_windows_is_broken(make_table, window, capacity):
     """10^5 windows over all parameters, drawn while two environments go round their rings many times."""
@@ -62,6 +65,7 @@ def frequencies(table, draws=60_000):
     """(expected, observed) counts of every start of the declared distribution; nothing else may be drawn."""
     choices = table.choices()
     share = {start: 1 / len(choices) / len(choice) for choice in choices for start in choice}
+    table.store.sample(table.store.stats().online_queue + 1)  # what is not drawn
     window = table.store.sample(draws)
     counts = Counter(zip(window.env_id.tolist(), window.first_row.tolist(), strict=True))
     assert counts.keys() <= share.keys()
@@ -72,7 +76,7 @@ def frequencies(table, draws=60_000):
 UNEVEN = ([(5, True), (30, True), (3, True), (18, False), (9, True), (20, False)], [(25, True), (4, True), (12, False)])
 
 
-@pytest.mark.parametrize("window", [EPISODES, WindowSpec(4, last_start=False), WINDOWS])
+@pytest.mark.parametrize("window", [EPISODES, WindowSpec(4, last_start=False), WINDOWS, FRESH])
 def test_draws_follow_the_declared_distribution(make_table, make_stream, window):
     table = make_table(window, 2, 84)
     fill(table, *map(make_stream, UNEVEN))
@@ -128,6 +132,149 @@ def test_samples_are_copies_and_repeat_with_the_generator(make_table, make_strea
     )
     window.reward[:] = np.nan
     one.check(one.store.sample(500))
+
+
+def starts(window):
+    return list(zip(window.env_id.tolist(), window.first_row.tolist(), strict=True))
+
+
+def test_training_is_served_fresh_windows_first_and_drawn_ones_after(make_table, make_stream):
+    fresh, plain = (make_table(spec, 2, 40, seed=3) for spec in (FRESH, WINDOWS))
+    for table in (fresh, plain):
+        fill(table, make_stream([(13, True)]), make_stream([(9, True)]))
+    assert fresh.store.stats().online_queue == 5
+    one = fresh.store.sample(2)
+    assert starts(one) == [(0, 1), (1, 1)]
+    two = fresh.store.sample(16)
+    fresh.check(two)
+    # no random number went into what was not drawn
+    assert starts(two) == [(0, 5), (1, 5), (0, 9), *starts(plain.store.sample(13))]
+    assert fresh.store.stats().online_queue == 0
+    assert starts(fresh.store.sample(16)) == starts(plain.store.sample(16))
+    assert fresh.store.stats().sampled_windows == 34
+
+
+def test_fresh_windows_that_were_overwritten_are_not_served(make_table, make_stream):
+    table = make_table(FRESH, 2, 9)
+    fill(table, make_stream([(21, False)]), make_stream([(6, False)]))
+    # Environment 0 holds rows 12 to 20, so 5 and 9 are gone. Six came where four may wait: the two oldest went, one of
+    # them of an environment that fell behind and holds it still.
+    assert table.store.stats().online_queue == 4
+    assert starts(table.store.sample(2)) == [(0, 13), (0, 17)]
+    assert table.store.stats().online_queue == 0
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_reports_change_nothing(any_case, make_table, data):
+    table, ticks = data.draw(any_case)
+    other = make_table(table.window, len(table.flags), table.capacity, seed=5)
+    table = make_table(table.window, len(table.flags), table.capacity, seed=5)
+    for tick in ticks:
+        for t in (table, other):
+            t.tick(tick)
+        if not table.store.can_sample():
+            continue
+        for _ in range(data.draw(st.integers(0, 2))):
+            stats = table.store.stats()
+            table.check(table.store.sample(3, "report"))
+            assert table.store.stats() == stats
+        assert starts(table.store.sample(2)) == starts(other.store.sample(2))
+
+
+def test_reports_repeat_whatever_training_draws(make_table, make_stream):
+    one, two = (make_table(FRESH, 1, 50, seed=3) for _ in range(2))
+    for table in (one, two):
+        fill(table, make_stream([(30, True)]))
+    one.store.sample(100)
+    assert starts(one.store.sample(16, "report")) == starts(two.store.sample(16, "report"))
+
+
+def test_a_report_of_a_table_with_fresh_windows_is_drawn_uniformly(make_table, make_stream):
+    table = make_table(FRESH, 2, 84)
+    fill(table, *map(make_stream, UNEVEN))
+    counts = Counter(starts(table.store.sample(60_000, "report")))
+    (choices,) = zip(*table.choices(), strict=True)
+    assert counts.keys() == set(choices)
+    assert chisquare([counts[c] for c in choices]).pvalue > 1e-3
+
+
+def test_completed_flags_are_served_and_not_stored(make_table, make_stream):
+    table = make_table(FRESH, 1, 8)
+    fill(table, make_stream([(3, False), (5, False)]))
+    for _ in range(2):
+        window = table.store.sample(200, "report")
+        at = window.first_row == 1
+        np.testing.assert_array_equal(window.is_first[at], np.tile([True, False, True, False], (at.sum(), 1)))
+        np.testing.assert_array_equal(window.is_last[at], np.tile([False, True, False, False], (at.sum(), 1)))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_write_backs_reach_the_rows_they_are_for(make_table, data):
+    """Of windows drawn up to 12 ticks ago, round the rings, overlapping, between appends: against lists of all rows."""
+    length, num_envs = 4, data.draw(st.integers(1, 2))
+    spec = replace(FRESH, context=length - 1, latents="context")  # all but the last row's are seen
+    table = make_table(spec, num_envs, data.draw(st.integers(length, 12)), seed=data.draw(st.integers(0, 9)))
+    want = [[] for _ in range(num_envs)]
+    late, version, stale = [], 0, 0
+    for row in range(data.draw(st.integers(length, 50))):
+        table.tick({e: (row == 0, False) for e in range(num_envs)})
+        for lists in want:
+            lists.append(0)
+        if not table.store.can_sample():
+            continue
+        for _ in range(data.draw(st.integers(0, 2))):
+            late.append(table.store.sample(3))
+        while late and data.draw(st.booleans()):
+            window = late.pop(0)
+            env = np.repeat(window.env_id, length - 1)
+            rows = (window.first_row[:, None] + np.arange(1, length)).reshape(-1)
+            versions = version + 1 + np.arange(rows.size)
+            version = int(versions[-1])
+            held = [r >= table.tail(e) for e, r in zip(env, rows, strict=True)]
+            assert table.store.write_back(table.latents(env, rows, versions)) == sum(held)
+            stale += held.count(False)
+            for e, r, v, there in zip(env, rows, versions, held, strict=True):
+                want[e][r] = int(v) if there else want[e][r]
+        window = table.store.sample(6, "report")
+        rows = window.first_row[:, None] + np.arange(length - 1)
+        expected = [[want[e][r] for r in rs] for e, rs in zip(window.env_id, rows, strict=True)]
+        np.testing.assert_array_equal(window.latents["version"], expected)
+    assert table.store.stats().stale == stale
+
+
+@pytest.mark.parametrize("deter", ["float32", "bfloat16"])
+@pytest.mark.parametrize("context", [0, 1, 3])
+def test_latents_come_back_in_their_dtypes(deter, context):
+    row = RowSpec(
+        obs=(("x", ArraySpec(())),),
+        action=(("move", ArraySpec((), "int32")), ("force", ArraySpec((2,)))),
+        latents=(("deter", ArraySpec((5,), deter)), ("stoch", ArraySpec((3,), "uint8"))),
+    )
+    store = Store(row, replace(FRESH, context=context, latents="context"), 2, 20, np.random.default_rng(0))
+    env, off = np.arange(2, dtype=np.int32), np.zeros(2, bool)
+    deters, stochs = (
+        np.arange(60).reshape(6, 2, 5).astype(as_dtype(deter)),
+        np.arange(36, dtype=np.uint8).reshape(6, 2, 3),
+    )
+    for t in range(6):
+        store.append(
+            Rows(
+                env, {"x": np.float32([t, t])}, np.zeros(2, np.float32), off | (t == 0), off, off,
+                action={"move": np.int32([t, -t]), "force": np.full((2, 2), t, np.float32)},
+                latents={"deter": deters[t], "stoch": stochs[t]},
+            )
+        )  # fmt: skip
+    window = store.sample(8)
+    rows = window.first_row[:, None] + np.arange(context)
+    for name, values in (("deter", deters), ("stoch", stochs)):
+        got = window.latents[name]
+        assert (got.shape, got.dtype) == ((8, context, *values.shape[2:]), values.dtype)
+        np.testing.assert_array_equal(got, values[rows, window.env_id[:, None]])
+    at = window.first_row[:, None] + np.arange(4)
+    np.testing.assert_array_equal(window.action["move"], np.where(window.env_id[:, None] == 0, at, -at))
+    np.testing.assert_array_equal(window.action["force"], np.broadcast_to(at[..., None], (8, 4, 2)))
 
 
 def test_latents_are_sent_of_the_context_rows(make_table, make_stream):
