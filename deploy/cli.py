@@ -10,7 +10,7 @@ from importlib import import_module
 from telamon.allocator import keep_freed_memory
 
 SUMMARIES = {
-    "train": "Train an agent on one machine, in one process: telamon train tdmpc2 ENV [options]",
+    "train": "Train an agent on one machine, in one process: telamon train ALGORITHM ENV [options]",
     "eval": "Evaluate the newest checkpoint of a run, with a video on request: telamon eval RUN",
     "plot": "Draw the learning curves of runs, over published ones on request: telamon plot RUN...",
     "envs": "List the environments that can be trained on here",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 import numpy as np
 import tyro
@@ -16,14 +17,12 @@ from rich.table import Table
 from actors.collector import jit_act
 from actors.evaluate import evaluate
 from deploy import doctor as checks
-from deploy import local
+from deploy import local, presets
 from deploy.cli import SUMMARIES
-from deploy.config import RunConfig, default_run_dir, with_preset
+from deploy.config import ALGORITHMS, OPTION_WORDS, Name, Option, RunConfig, default_run_dir
 from deploy.loading import load_agent
 from deploy.plot import plot_runs
 from deploy.video import write_video
-from telamon.agents.tdmpc2.agent import TDMPC2
-from telamon.agents.tdmpc2.config import TDMPC2Config
 from telamon.envs.base import BatchedEnv
 from telamon.envs.check import check_env as run_check
 from telamon.envs.check import to_text
@@ -33,9 +32,11 @@ from telamon.keys import Stream, stream
 Options = TypeVar("Options")
 
 
-def parse(kind: type[Options], name: str, args: Sequence[str], default: Options | None = None) -> Options:
+def parse(
+    kind: type[Options], name: str, args: Sequence[str], default: Options | None = None, description: str | None = None
+) -> Options:
     """Command-line arguments as a dataclass; prints help or what is wrong, and exits, by itself."""
-    prog, description = f"telamon {name}", SUMMARIES[name]
+    prog, description = f"telamon {name}", description or SUMMARIES[name]
     if default is None:
         return tyro.cli(kind, args=args, prog=prog, description=description)
     return tyro.cli(kind, args=args, default=default, prog=prog, description=description)
@@ -48,8 +49,8 @@ def parse(kind: type[Options], name: str, args: Sequence[str], default: Options 
 class TrainOptions:
     """Options of `telamon train` that are not part of the run's config."""
 
-    preset: str = "5"
-    """Size of the agent: 1, 5, 19, 48 or 317 (millions of parameters), or laptop. Fields under --agent override it."""
+    preset: tuple[str, ...] = ()
+    """Named settings, as above; later ones win, other options win over all."""
     run_dir: Path | None = None
     """Where the run lives; by default runs/ALGORITHM-TASK-seedSEED."""
     resume: bool = False
@@ -58,21 +59,48 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Train:
-    """What `telamon train` takes."""
+    """What `telamon train ALGORITHM` takes."""
 
     options: Annotated[TrainOptions, tyro.conf.arg(name="")]
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """The option under --agent that decides what a preset sets."""
+
+    recipe: Literal["paper", "latest"] = "paper"
+
+
+@dataclass(frozen=True)
+class First:
+    """What is read first, because it sets the defaults of the options that may override it."""
+
+    preset: tuple[str, ...] = ()
+    agent: Recipe = Recipe()
+
+
 def train(args: list[str]) -> int:
-    """Trains; the exit code is 0 at the end of the run and 130 after Ctrl-C."""
-    # the preset is read first: it sets the defaults of the fields that may override it
-    wanted = [a for a in args if a not in ("-h", "--help")]
-    options, _ = tyro.cli(TrainOptions, args=wanted, return_unknown_args=True)
-    default = Train(TrainOptions(), RunConfig(tyro.MISSING, tyro.MISSING, agent=with_preset(options.preset)))
-    parsed = parse(Train, "train", args, default)
-    run_dir = parsed.options.run_dir or default_run_dir(parsed.config)
-    return local.train(parsed.config, run_dir, parsed.options.resume, Console())
+    """Trains; the exit code is 0 at the end of the run, 130 after Ctrl-C, 2 after wrong usage."""
+    if not args or args[0] not in ALGORITHMS:
+        asked = bool({"-h", "--help"} & set(args))
+        rows = "\n".join(f"  {name:<10} {algorithm.summary}" for name, algorithm in ALGORITHMS.items())
+        usage = f"usage: telamon train ALGORITHM ENV ... (telamon train ALGORITHM --help says more)\n\n{rows}"
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    algorithm, rest = args[0], args[1:]
+    first, _ = tyro.cli(First, args=[a for a in rest if a not in ("-h", "--help")], return_unknown_args=True)
+    fresh = RunConfig(
+        cast(Name, algorithm), tyro.MISSING, agent=ALGORITHMS[algorithm].config(recipe=first.agent.recipe)
+    )
+    config = presets.apply(fresh, first.preset)
+    description = f"Train {algorithm}: {ALGORITHMS[algorithm].summary}.\n\nPresets:\n{presets.listing(algorithm)}"
+    parsed = parse(Train, f"train {algorithm}", rest, Train(TrainOptions(), config), description)
+    # a preset's options for the environment stay unless they are given another value
+    options = {**config.env.options, **parsed.config.env.options}
+    chosen = replace(parsed.config, env=replace(parsed.config.env, options=options))
+    run_dir = parsed.options.run_dir or default_run_dir(chosen)
+    return local.train(chosen, run_dir, parsed.options.resume, Console())
 
 
 # eval
@@ -143,7 +171,8 @@ class Plot:
     out: Path = Path("curve.png")
     """The picture, .png."""
     reference: str | None = None
-    """A published curve to draw underneath: tdmpc2, tdmpc2-size1 or dreamerv3."""
+    """A published curve to draw underneath: tdmpc2, tdmpc2-size1, dreamerv3 (from vectors), dreamerv3-vision or
+    dreamerv3-atari100k."""
 
 
 def plot(args: list[str]) -> int:
@@ -199,6 +228,8 @@ class CheckEnv:
     """Of the environment and the random actions."""
     action_repeat: int | None = None
     """Environment steps per agent step; None: the backend's usual one."""
+    options: Annotated[Mapping[str, Option], OPTION_WORDS] = field(default_factory=dict)
+    """What the environment itself takes."""
 
 
 def check_env(args: list[str]) -> int:
@@ -206,7 +237,8 @@ def check_env(args: list[str]) -> int:
     options = parse(CheckEnv, "check-env", args)
     report = run_check(
         options.env, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps,
-        agents={"tdmpc2": partial(TDMPC2, TDMPC2Config())}, action_repeat=options.action_repeat,
+        agents={name: partial(a.agent, a.config()) for name, a in ALGORITHMS.items()},
+        action_repeat=options.action_repeat, **options.options,
     )  # fmt: skip
     Console().print(to_text(report), highlight=False, soft_wrap=True, markup=False)
     return 0 if None in report.refusals.values() else 1

@@ -2,24 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 
+from telamon.agents.base import Agent
+from telamon.agents.dreamerv3.agent import DreamerV3
+from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.agents.tdmpc2.agent import TDMPC2
-from telamon.agents.tdmpc2.config import PRESETS, TDMPC2Config
+from telamon.agents.tdmpc2.config import TDMPC2Config
 from telamon.data import EnvSpec
 
 CONFIG_FILE = "config.yaml"
 
 SAFE_TO_CHANGE = {
-    "steps", "log_every", "memory_limit", "max_skipped", "eval", "checkpoint", "env.timeout", "env.on_error"
+    "steps", "log_every", "memory_limit", "max_skipped", "eval", "report", "checkpoint", "env.timeout", "env.on_error"
 }  # fmt: skip
 """Keys (or whole groups) that a resumed run may change: they touch neither an update nor the data of a sound run."""
+
+AgentConfig = TDMPC2Config | DreamerV3Config
+
+
+class Algorithm(NamedTuple):
+    """What a name on the command line stands for."""
+
+    config: type[AgentConfig]
+    agent: Callable[[Any, EnvSpec], Agent]
+    """From a config of that class and a spec; raises ValueError for what it cannot learn."""
+    summary: str
+
+
+Name = Literal["tdmpc2", "dreamerv3"]
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "tdmpc2": Algorithm(TDMPC2Config, TDMPC2, "plans in a latent model; continuous actions, vector observations"),
+    "dreamerv3": Algorithm(DreamerV3Config, DreamerV3, "learns in imagination; any actions, vectors and images"),
+}
+"""By the name that `telamon train` takes."""
+
+Option = int | float | bool | str
+
+
+def parse_options(words: list[str]) -> dict[str, Option]:
+    """KEY=VALUE words as a dict; a value is an integer, a float, true or false, or else a string."""
+    options: dict[str, Option] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not (key.isidentifier() and equals):
+            raise ValueError(f"env.options takes KEY=VALUE, and {word!r} is none")
+        options[key] = _option(text)
+    return options
+
+
+def _option(text: str) -> Option:
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+OPTION_WORDS = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="KEY=VALUE ...",
+    instance_from_str=parse_options,
+    is_instance=lambda value: isinstance(value, Mapping),
+    str_from_instance=lambda options: [f"{k}={v}" for k, v in options.items()],
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +80,7 @@ class EnvConfig:
     """How environments are run."""
 
     num: int = 1
-    """Environments that advance in lockstep; each owes one update per transition."""
+    """Environments that advance in lockstep; updates per transition (or row) stay the same."""
     action_repeat: int | None = None
     """Environment steps per agent step; None: the backend's usual one (2 on DMControl, else 1)."""
     on_error: Literal["stop", "rebuild"] = "stop"
@@ -35,6 +88,8 @@ class EnvConfig:
     rebuild the environment."""
     timeout: float = 120.0
     """Seconds after which an environment that does not return is named and the run stopped."""
+    options: Annotated[Mapping[str, Option], OPTION_WORDS] = field(default_factory=dict)
+    """What the environment itself takes, for example size=64 gray=true (docs/environments.md); added to a preset's."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +100,16 @@ class EvalConfig:
     """Environment steps between evaluations, from step 0 on; 0 for none."""
     episodes: int = 10
     """Episodes per evaluation."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Looks at the world model: losses on replayed windows, and what it foresees against what came."""
+
+    every: int = 20_000
+    """Environment steps between reports, from the first update on; 0 for none. One costs about as much as an update."""
+    keep: int = 10
+    """Newest pictures kept of each observation, under RUN/report; TensorBoard keeps all."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +126,9 @@ class CheckpointConfig:
 class RunConfig:
     """One training run."""
 
-    algorithm: Annotated[Literal["tdmpc2"], tyro.conf.Positional]
-    """The agent."""
-    task: Annotated[str, tyro.conf.Positional]
+    algorithm: Annotated[Name, tyro.conf.Fixed, tyro.conf.Suppress]
+    """The agent: a key of ALGORITHMS."""
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
     """The environment, BACKEND:NAME (`telamon envs` lists them) or your own, PACKAGE.MODULE:CALLABLE."""
     steps: int = 1_000_000
     """Environment steps (agent steps times action repeat)."""
@@ -77,33 +142,34 @@ class RunConfig:
     """Updates in a row that may be skipped because something was not finite."""
     env: EnvConfig = field(default_factory=EnvConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    agent: TDMPC2Config = field(default_factory=TDMPC2Config)
+    agent: Annotated[AgentConfig, tyro.conf.AvoidSubcommands] = field(default_factory=TDMPC2Config)
 
     def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm={self.algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        kind = ALGORITHMS[self.algorithm].config
+        if not isinstance(self.agent, kind):
+            raise ValueError(f"algorithm={self.algorithm} takes a {kind.__name__}, not a {type(self.agent).__name__}")
         low = {"steps": 1, "seed": 0, "log_every": 1, "max_skipped": 1, "env.num": 1, "eval.every": 0,
-               "eval.episodes": 1, "checkpoint.every": 1, "checkpoint.keep": 1}  # fmt: skip
+               "eval.episodes": 1, "report.every": 0, "report.keep": 1, "checkpoint.every": 1,
+               "checkpoint.keep": 1}  # fmt: skip
         values = flatten(asdict(self))
         for key, bound in low.items():
             if values[key] < bound:
                 raise ValueError(f"{key}={values[key]} must be at least {bound}")
+        if taken := {"name", "env_id", "num_envs", "seed", "action_repeat", "on_error"} & set(self.env.options):
+            raise ValueError(f"env.options holds {', '.join(sorted(taken))}, which the run itself sets")
         if not self.env.timeout > 0:
             raise ValueError(f"env.timeout={self.env.timeout} must be above 0 seconds")
         if self.memory_limit is not None and not self.memory_limit > 0:
             raise ValueError(f"memory_limit={self.memory_limit} must be above 0 GiB")
 
 
-def with_preset(preset: str) -> TDMPC2Config:
-    """The agent's config at a size of `PRESETS`. Raises ValueError for an unknown one."""
-    sizes = {str(name): values for name, values in PRESETS.items()}
-    if preset not in sizes:
-        raise ValueError(f"preset {preset!r} is none of {', '.join(sizes)}")
-    return TDMPC2Config(**sizes[preset])  # type: ignore[arg-type]  # sizes are fields of type int
-
-
-def make_agent(config: RunConfig, env: EnvSpec) -> TDMPC2:
+def make_agent(config: RunConfig, env: EnvSpec) -> Agent:
     """The agent of a run. Raises ValueError where it cannot learn this environment."""
-    return TDMPC2(config.agent, env)
+    return ALGORITHMS[config.algorithm].agent(config.agent, env)
 
 
 def default_run_dir(config: RunConfig) -> Path:
@@ -128,11 +194,16 @@ def load(run_dir: Path) -> RunConfig:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-    return _build(RunConfig, values, "", path)
+    name = values.get("algorithm") if isinstance(values, Mapping) else None
+    agent = next((a.config for known, a in ALGORITHMS.items() if known == name), TDMPC2Config)  # else name is refused
+    return _build(RunConfig, {"agent": {}, **values} if isinstance(values, Mapping) else values, "", path, agent=agent)
 
 
-def _build(kind: type, values: Any, prefix: str, path: Path) -> Any:
-    """A dataclass from what YAML gave for it. `prefix`: the group it is, with its dot."""
+def _build(kind: type, values: Any, prefix: str, path: Path, **narrowed: type) -> Any:
+    """A dataclass from what YAML gave for it.
+
+    prefix: the group it is, with its dot. narrowed: the class of a field that may have one of several.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"{path} is damaged: {prefix.rstrip('.') or 'it'} holds {values!r} where keys are expected")
     if unknown := sorted(set(values) - {f.name for f in fields(kind)}):
@@ -140,21 +211,30 @@ def _build(kind: type, values: Any, prefix: str, path: Path) -> Any:
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{path} lacks keys without a default: {_listed(prefix, missing)}")
-    hints = get_type_hints(kind)
+    hints = {**get_type_hints(kind), **narrowed}
     for key, value in values.items():
         if not is_dataclass(hints[key]) and not _fits(value, hints[key]):
             wanted = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key]).removeprefix("typing.")
             raise ValueError(f"{path} has {prefix}{key}: {value!r}, which is no {wanted}")
-    built = {k: _build(hints[k], v, f"{prefix}{k}.", path) if is_dataclass(hints[k]) else v for k, v in values.items()}
+    tuples = lambda v: tuple(v) if isinstance(v, list) else v  # YAML has lists alone
+    built = {
+        k: _build(hints[k], v, f"{prefix}{k}.", path) if is_dataclass(hints[k]) else tuples(v)
+        for k, v in values.items()
+    }
     return kind(**built)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value from YAML has a field's type. An int may stand for a float, a bool for no number."""
+    parts = get_args(hint)
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_args(hint):  # a union
-        return any(_fits(value, part) for part in get_args(hint))
+        return value in parts
+    if get_origin(hint) is tuple:  # of any length
+        return isinstance(value, list) and all(_fits(v, parts[0]) for v in value)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
+    if parts:  # a union
+        return any(_fits(value, part) for part in parts)
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, int | float if hint is float else hint)

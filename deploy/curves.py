@@ -9,8 +9,9 @@ import difflib
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -30,6 +31,10 @@ class Reference:
     metric: str
     """The metric of ours that measures what was published."""
     label: str
+    task: Callable[[str], str | None]
+    """The published name of an environment of ours; None for one that it cannot have."""
+    bin: int = 1
+    """Published points are averaged over this many environment steps, to where the bin ends."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,37 @@ class Curve:
     label: str
 
 
+def task_name(env: str, backends: Collection[str]) -> str | None:
+    """The published name of a DeepMind Control task of one of `backends`, `cartpole-swingup`; None for any other."""
+    backend, _, name = env.partition(":")
+    if backend not in backends:
+        return None
+    if backend == "envpool":
+        name = re.sub(r"-v\d+$", "", re.sub(r"(?<=.)(?=[A-Z])", "-", name)).lower()
+    return _task(name)
+
+
+def game_name(env: str) -> str | None:
+    """The published name of an Atari game, `ms_pacman`, by `atari:ms_pacman` or `envpool:MsPacman-v5`; None else."""
+    backend, _, name = env.partition(":")
+    if backend == "envpool":
+        return re.sub(r"-v\d+$", "", re.sub(r"(?<=.)(?=[A-Z])", "_", name)).lower()
+    return name if backend == "atari" else None
+
+
+def _dreamerv3(domain: str, task: Callable[[str], str]) -> Callable[[Any], dict[str, list[Seed]]]:
+    return lambda document: {
+        task(name.partition("_")[2]): [(seed["step"], seed["value"]) for seed in seeds.values()]
+        for name, seeds in document["domains"][domain].items()
+    }
+
+
+def _task(name: str) -> str:
+    name = name.replace("_", "-")
+    return name.replace("ball-in-cup-", "cup-").replace("point-mass-", "pointmass-")
+
+
+_vectors = partial(task_name, backends=("dmc", "envpool"))
 REFERENCES = {
     # Tasks scored by their success rate are left out: what we plot are returns.
     "tdmpc2": Reference(
@@ -55,21 +91,37 @@ REFERENCES = {
         },
         "eval/return",
         "published TD-MPC2, 5M parameters",
+        _vectors,
     ),
     "tdmpc2-size1": Reference(
         "official_tdmpc2_size1_cartpole_swingup.json",
         lambda document: {"cartpole-swingup": [(document["env_steps"], document["train_return"])]},
         "train/return",
         "official TD-MPC2 code, 1M parameters",
+        _vectors,
     ),
     "dreamerv3": Reference(
         "dreamerv3.json.gz",
-        lambda document: {
-            _task(name.removeprefix("dmc_")): [(seed["step"], seed["value"]) for seed in seeds.values()]
-            for name, seeds in document["domains"]["dmc_proprio"].items()
-        },
+        _dreamerv3("dmc_proprio", _task),
         "train/return",
         "published DreamerV3, proprioceptive",
+        _vectors,
+    ),
+    "dreamerv3-vision": Reference(
+        "dreamerv3.json.gz",
+        _dreamerv3("dmc_vision", _task),
+        "train/return",
+        "published DreamerV3, pixels",
+        partial(task_name, backends=("dmcpixels",)),
+        bin=10_000,
+    ),
+    "dreamerv3-atari100k": Reference(
+        "dreamerv3.json.gz",
+        _dreamerv3("atari100k", str),
+        "train/return",
+        "published DreamerV3, Atari 100k",
+        game_name,
+        bin=10_000,
     ),
 }
 """By the name that `--reference` takes."""
@@ -85,21 +137,18 @@ def published(reference: str, env: str) -> Curve:
     entry = REFERENCES[reference]
     data = (resources.files("deploy") / "curves" / entry.file).read_bytes()
     tasks = entry.seeds(json.loads(gzip.decompress(data) if entry.file.endswith(".gz") else data))
-    task = task_name(env)
+    task = entry.task(env)
     if task not in tasks:
-        near = ", ".join(f"dmc:{name}" for name in difflib.get_close_matches(task or "", tasks))
-        has = f"it has {near}" if near else f"its {len(tasks)} tasks are of the DeepMind Control suite"
+        near = ", ".join(difflib.get_close_matches(task or "", tasks))
+        has = f"it has {near}" if near else f"its {len(tasks)} tasks are {', '.join(list(tasks)[:3])} and so on"
         raise ValueError(f"reference {reference!r} has no curve for {env}; {has}")
-    steps, values = align(tasks[task])
+    steps, values = align(binned(*seed, entry.bin) for seed in tasks[task])
     return Curve(steps, values, entry.metric, entry.label)
 
 
-def task_name(env: str) -> str | None:
-    """The published name of a DeepMind Control task, `cartpole-swingup`; None for any other environment."""
-    backend, _, name = env.partition(":")
-    if backend == "envpool":
-        return _task(re.sub(r"-v\d+$", "", re.sub(r"(?<=.)(?=[A-Z])", "-", name)).lower())
-    return _task(name) if backend == "dmc" else None
+def binned(steps: Iterable[float], values: Iterable[float], width: int) -> Seed:
+    """One seed with its steps moved up to multiples of `width`; `align` averages the points of one step."""
+    return -(-np.asarray(steps, dtype=np.int64) // width) * width, values
 
 
 def align(seeds: Iterable[Seed]) -> tuple[np.ndarray, np.ndarray]:
@@ -114,8 +163,3 @@ def align(seeds: Iterable[Seed]) -> tuple[np.ndarray, np.ndarray]:
         curves.append((unique, sums / np.bincount(where, minlength=len(unique))))
     grid = np.unique(np.concatenate([steps for steps, _ in curves]))
     return grid, np.stack([np.interp(grid, *curve, left=np.nan, right=np.nan) for curve in curves])
-
-
-def _task(name: str) -> str:
-    name = name.replace("_", "-")
-    return name.replace("ball-in-cup-", "cup-").replace("point-mass-", "pointmass-")

@@ -29,11 +29,12 @@ from actors.collector import Collector, Episode, jit_act
 from actors.evaluate import Stopped, evaluate
 from actors.watchdog import watch
 from deploy import config as configs
+from deploy import openloop
 from deploy.config import RunConfig, make_agent
 from learner import checkpoint, update
 from replay_server.store import Store, table_bytes
-from telamon.agents.base import Agent
-from telamon.data import Counters
+from telamon.agents.base import Agent, Report
+from telamon.data import Clock, Counters, TrainRatio, Window, WriteBack
 from telamon.envs.base import BatchedEnv
 from telamon.envs.registry import make_env
 from telamon.keys import Stream, generator, stream
@@ -44,6 +45,8 @@ from telamon.telemetry.writer import MetricsWriter
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+REPORTS = "report"
+"""Where in a run directory the pictures of reports are."""
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -52,7 +55,8 @@ class NonFiniteUpdate(RuntimeError):
 
 def build_env(config: RunConfig, num_envs: int, seed: int) -> BatchedEnv:
     """`num_envs` of the run's environments. Raises EnvError."""
-    return make_env(config.task, num_envs, seed, action_repeat=config.env.action_repeat, on_error=config.env.on_error)
+    c = config.env
+    return make_env(config.task, num_envs, seed, action_repeat=c.action_repeat, on_error=c.on_error, **c.options)
 
 
 def env_seed(config: RunConfig, run_dir: Path) -> int:
@@ -115,6 +119,8 @@ class Progress:
 
     evaluated: int | None = None
     """None before the first evaluation, which is due at once."""
+    reported: int = 0
+    """The last report."""
     logged: int = 0
     """The last line of losses."""
     saved: int = 0
@@ -137,9 +143,12 @@ class Run:
             generator(config.seed, Stream.REPLAY), run_dir / "replay",
         )  # fmt: skip
         self.schedule = agent.schedule(config.env.num)
+        self.clock = Clock()
+        """Where a TrainRatio stands."""
         self.collector = Collector(agent, env, self.replay, config.seed, self.counters)
         self.state = update.init(agent, stream(config.seed, Stream.INIT))
         self._update = update.make_update(agent)
+        self._report = update.make_report(agent)
         self._eval_act = jit_act(agent, config.eval.episodes, "eval")
         self._update_key = stream(config.seed, Stream.UPDATE)
         self.metrics: Mapping[str, Any] = {}
@@ -154,17 +163,24 @@ class Run:
 
     def updates_due(self) -> int:
         """By the schedule, and none while nothing can be sampled: the first episode may be longer than announced."""
-        done = {"rows": self.counters.rows, "transitions": self.counters.transitions}
-        due = self.schedule.due(done[self.schedule.counter]) - self.counters.updates
+        if isinstance(self.schedule, TrainRatio):
+            owed = self.clock.due
+        else:
+            done = {"rows": self.counters.rows, "transitions": self.counters.transitions}
+            owed = self.schedule.due(done[self.schedule.counter])
+        due = owed - self.counters.updates
         return due if due <= 0 or self.replay.can_sample() else 0
 
-    # the three things a turn can be
+    # the things a turn can be
 
     def update(self) -> None:
-        """One gradient step. Raises NonFiniteUpdate after too many in a row that were skipped."""
+        """One gradient step, and its latents into the replay.
+
+        Raises NonFiniteUpdate after too many in a row that were skipped.
+        """
         window = self.replay.sample(self.agent.batch_size)
         index = np.uint32(self.counters.updates)
-        self.state, self.metrics, _ = self._update(self.state, window, self._update_key, index)
+        self.state, self.metrics, latents = self._update(self.state, window, self._update_key, index)
         self.counters.updates += 1
         # waits for the device, so that Ctrl-C is answered at once in the middle of a burst too
         streak = int(self.state.streak)
@@ -177,6 +193,8 @@ class Run:
                     f"{streak} updates in a row were skipped because {bad} was not finite, the last one update "
                     f"{self.counters.updates}; the parameters are those before; the bound is max_skipped"
                 )
+        elif latents is not None:
+            self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, latents))
 
     def evaluation_due(self) -> bool:
         """Every `eval.every` environment steps, from step 0 on."""
@@ -205,10 +223,27 @@ class Run:
             "eval/length": float(found.length.mean()),
         }
 
+    def report_due(self) -> bool:
+        """Every `report.every` environment steps, once there is something to report on."""
+        every = self.config.report.every
+        learned = self.counters.updates > 0 and self.replay.can_sample()
+        return every > 0 and learned and self.progress.due("reported", every, self.env_steps)
+
+    def report(self) -> Report:
+        """A look at replayed windows, with keys by the environment step: nothing of the training run is touched."""
+        window = self.replay.sample(self.agent.batch_size, purpose="report")
+        key = stream(self.config.seed, Stream.REPORT, self.env_steps)
+        self.progress.reported = self.env_steps
+        found: Report = self._report(self.state, window, key)
+        return found
+
     def tick(self) -> list[Episode]:
         """One row of every environment; returns the episodes that ended."""
-        params = self.agent.acting_params(self.state.train) if self.counters.updates else None
-        return self.collector.tick(params)
+        random = self.agent.acts_at_random and self.counters.updates == 0
+        episodes = self.collector.tick(None if random else self.agent.acting_params(self.state.train))
+        if isinstance(self.schedule, TrainRatio):
+            self.clock = self.schedule.tick(self.clock, self.config.env.num)
+        return episodes
 
     # checkpoints
 
@@ -224,6 +259,7 @@ class Run:
         meta = {
             "counters": self.counters.as_dict(),
             "progress": asdict(self.progress),
+            "clock": asdict(self.clock),
             "metrics_length": self.metrics_length,
             "config": asdict(self.config),
             "env_spec": asdict(self.agent.env),
@@ -258,6 +294,7 @@ class Run:
             for f in fields(self.counters):
                 setattr(self.counters, f.name, found.meta["counters"][f.name])
             self.progress = Progress(**found.meta["progress"])
+            self.clock = Clock(**found.meta["clock"])
             self.metrics_length = found.meta["metrics_length"]
             self.metrics = {k.removeprefix("metrics/"): v for k, v in found.arrays.items() if k.startswith("metrics/")}
             if not self.collector.set_state(found.arrays):
@@ -269,6 +306,14 @@ class Run:
         if candidates:
             raise ValueError(f"none of the {len(candidates)} checkpoints under {directory} is whole; log.txt says why")
         return None
+
+
+def fresh_latents(window: Window, context: int, latents: Mapping[str, Any]) -> WriteBack:
+    """What an update made of a window's rows behind its context, [B, T, ...], as rows by identity."""
+    count = window.is_first.shape[1] - context
+    row = window.first_row[:, None] + context + np.arange(count)
+    flat = {k: np.asarray(v).reshape(row.size, *v.shape[2:]) for k, v in latents.items()}
+    return WriteBack(np.repeat(window.env_id, count), row.ravel(), flat)
 
 
 def versions() -> dict[str, str]:
@@ -293,21 +338,33 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
                     f"{text} (compiling it, once)")  # fmt: skip
         compiled.add(kind)
 
+    random_phase = run.agent.acts_at_random
+    unable: set[str] = set()  # what was said to be missing
     rate = time.monotonic(), run.env_steps, run.counters.updates
     while not stopped():
         due = run.updates_due()
         if due > 0:
-            burst = due > config.env.num
+            burst = random_phase and due > config.env.num
             status("update", f"{due:,} updates due at the end of the random phase" if burst else "training")
             run.update()
         elif run.evaluation_due():
             status("evaluate", f"evaluating {config.eval.episodes} episodes")
             started = time.monotonic()
             try:
-                found = run.evaluate(stopped)
+                evaluated = run.evaluate(stopped)
             except Stopped:
                 continue
-            write({**found, "time/evaluation_seconds": time.monotonic() - started})
+            write({**evaluated, "time/evaluation_seconds": time.monotonic() - started})
+        elif run.report_due():
+            status("report", "reporting")
+            started = time.monotonic()
+            found = run.report()
+            missing = openloop.show(found, run.env_steps, run.run_dir / REPORTS, writer, config.report.keep)
+            for sentence in missing - unable:
+                log.warning("event=report_incomplete reason=%r", sentence)
+            unable |= missing
+            losses = {f"report/{k}": float(v) for k, v in found.losses.items()}
+            write({**losses, "time/report_seconds": time.monotonic() - started})
         elif run.metrics and run.progress.due("logged", config.log_every, run.env_steps):
             run.progress.logged = run.env_steps
             now = time.monotonic()
@@ -325,7 +382,8 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
         elif run.env_steps >= config.steps:
             return True
         else:
-            status("act", "training" if run.counters.updates else "acting at random to fill the replay")
+            filling = "acting at random to fill the replay" if random_phase else "filling the replay"
+            status("act", "training" if run.counters.updates else filling)
             for episode in run.tick():
                 write({"train/return": episode.total_reward, "train/length": episode.length})
     return False

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from telamon.agents.base import Agent, PyTree
+from telamon.agents.base import Agent, PyTree, Report
 from telamon.data import Window
 
 
@@ -50,6 +50,16 @@ def make_update(agent: Agent) -> Any:
         return LearnerState(train, skipped, streak), OrderedDict(metrics), write_back  # a dict would come back sorted
 
     return jax.jit(update, donate_argnums=0)
+
+
+def make_report(agent: Agent) -> Any:
+    """`report(state, window, key) -> Report`, jitted; everything that it draws comes from `key`."""
+
+    def report(state: LearnerState, window: Window, key: jax.Array) -> Report:
+        found = agent.report(state.train, window, agent.draw_report_noise(key))
+        return found._replace(losses=OrderedDict(found.losses), open_loop=OrderedDict(found.open_loop))
+
+    return jax.jit(report)
 
 
 def first_non_finite(metrics: Mapping[str, Any]) -> str | None:

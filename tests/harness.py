@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,10 @@ from deploy.config import CheckpointConfig, EnvConfig, EvalConfig, RunConfig
 from learner import update
 from telamon.agents.base import Agent
 from telamon.agents.tdmpc2.config import TDMPC2Config
-from telamon.data import EnvSpec, Schedule
+from telamon.data import EnvSpec, Schedule, TrainRatio
 from telamon.envs import counting
 from telamon.telemetry.writer import WALL_CLOCK
-from tests.probe import ACTION_SIZE, Probe
+from tests.probe import ACTION_SIZE, LENGTH, Probe, Remembering
 
 
 def compiled_once(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +42,7 @@ def compiled_once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 make_update = compiled_once(update.make_update)
+make_report = compiled_once(update.make_report)
 jit_act = compiled_once(collector.jit_act)
 
 TINY = TDMPC2Config(
@@ -87,6 +89,7 @@ class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, make_agent: Callable[[EnvSpec], Agent]):
         # each Run jits anew; here all share what was compiled once
         monkeypatch.setattr(update, "make_update", make_update)
+        monkeypatch.setattr(update, "make_report", make_report)
         monkeypatch.setattr(collector, "jit_act", jit_act)
         monkeypatch.setattr(local, "jit_act", jit_act)
         self.config, self.make_agent = config, make_agent
@@ -119,16 +122,21 @@ def probing(
     every: int = 25,
     env: dict[str, Any] | None = None,
     agent: dict[str, Any] | None = None,
+    kind: type[Probe] = Probe,
     **config: Any,
 ) -> Harness:
     """Runs of a probe on counting environments: `random` ticks of a random phase, a checkpoint `every` steps.
 
-    env, agent, config: further arguments of the environments, the Probe and the RunConfig.
+    env, agent, config: further arguments of the environments, the Probe and the RunConfig. kind: of probe; Remembering
+    has no random phase and starts with a quarter of `random` windows.
     """
     options = {"lengths": lengths, "action_size": ACTION_SIZE, **(env or {})}
     make = lambda name, n, seed, **kwargs: counting.make("continuous", n, seed, **{**kwargs, **options})
     monkeypatch.setattr(local, "make_env", make)
-    plan = Schedule("transitions", start=num_envs * random, lead=num_envs)
+    plans = {
+        Probe: Schedule("transitions", start=num_envs * random, lead=num_envs),
+        Remembering: TrainRatio(0.6, start=random // 4, window=LENGTH + 1),
+    }
     defaults = {
         "steps": 60, "log_every": 5, "env": EnvConfig(num=num_envs), "eval": EvalConfig(every=0),
         "checkpoint": CheckpointConfig(every=every),
@@ -136,7 +144,7 @@ def probing(
     return Harness(
         monkeypatch,
         RunConfig("tdmpc2", "counting:continuous", **{**defaults, **config}),
-        lambda spec: Probe(spec, **{"plan": plan, **(agent or {})}),
+        lambda spec: kind(spec, **{"plan": plans[kind], **(agent or {})}),
     )
 
 
@@ -159,11 +167,11 @@ def assert_same(run: local.Run, twin: local.Run) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert run.counters == twin.counters
     assert run.progress == twin.progress
+    assert run.clock == twin.clock
     for ours, theirs in zip(rows(run), rows(twin), strict=True):
         for name in ours:
             assert ours[name].tobytes() == theirs[name].tobytes(), name
-    drawn = twin.replay._rng.bit_generator.state
-    one, two = run.replay.sample(64), twin.replay.sample(64)
-    twin.replay._rng.bit_generator.state = drawn  # the twin may be compared again
+    # copies, so that each may be compared again
+    one, two = copy.deepcopy(run.replay).sample(64), copy.deepcopy(twin.replay).sample(64)
     assert one.first_row.tobytes() == two.first_row.tobytes()
     assert one.env_id.tobytes() == two.env_id.tobytes()

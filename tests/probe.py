@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from telamon.data import EnvSpec, RowSpec, Schedule, Window, WindowSpec
+from telamon.agents.base import OpenLoop, Report
+from telamon.data import ArraySpec, EnvSpec, RowSpec, Schedule, TrainRatio, Window, WindowSpec
 
 ACTION_SIZE = 4
 SCALE = 1024
@@ -39,7 +40,7 @@ class Probe:
     """Acts (updates, position, ticks in this episode, noise), each in units of 1 / SCALE but for the noise."""
 
     env: EnvSpec
-    plan: Schedule
+    plan: Schedule | TrainRatio
     rows: int = 1000
     """Rows per environment that it keeps."""
     nan_share: float = 0.0
@@ -55,7 +56,11 @@ class Probe:
     def window_spec(self) -> WindowSpec:
         return WindowSpec(LENGTH)
 
-    def schedule(self, num_envs: int) -> Schedule:
+    @property
+    def acts_at_random(self) -> bool:
+        return True
+
+    def schedule(self, num_envs: int) -> Schedule | TrainRatio:
         return self.plan
 
     def capacity(self, num_envs: int) -> int:
@@ -103,8 +108,57 @@ class Probe:
         }
         return State(state.updates + 1, 0.9 * state.memory + 0.1 * digest + bad), metrics, None
 
-    def report(self, state: State, window: Window, noise: jax.Array) -> dict[str, jax.Array]:
-        return {"torn": torn(window)}
+    def draw_report_noise(self, key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key)
+
+    def report(self, state: State, window: Window, noise: jax.Array) -> Report:
+        losses = {"torn": torn(window), "newest": window.first_row.max(), "noise": noise}
+        return Report(losses, {}, jnp.zeros((), jnp.int32))
+
+
+@dataclass(frozen=True)
+class Remembering(Probe):
+    """Has latents, learns from those of the context row, replaces those of the others, and foresees `where`.
+
+    A row's latents are its position and which update made them: 0 for the act itself, updates from 1 on.
+    """
+
+    learns_terminations: bool = True
+
+    @property
+    def acts_at_random(self) -> bool:
+        return False
+
+    @property
+    def row_spec(self) -> RowSpec:
+        latents = (("made", ArraySpec((), "bfloat16")), ("place", ArraySpec(())))
+        return RowSpec(self.env.obs, self.env.action.array, latents)
+
+    @property
+    def window_spec(self) -> WindowSpec:
+        return WindowSpec(
+            LENGTH + 1, context=1, cross_episodes=True, closed_only=False, start="windows", latents="context",
+            online=True, annotate=True,
+        )  # fmt: skip
+
+    def latents(self, where: jax.Array, made: jax.Array | int) -> dict[str, jax.Array]:
+        return {"made": jnp.full(where.shape[:-1], made, jnp.bfloat16), "place": position(where)}
+
+    def act(self, params, carry, obs, is_first, noise, mode):
+        action, carry, _ = super().act(params, carry, obs, is_first, noise, mode)
+        return action, carry, self.latents(obs["where"], 0)
+
+    def update(self, state: State, window: Window, noise: jax.Array) -> Any:
+        seen = {k: v.astype(jnp.float32).mean() for k, v in window.latents.items()}
+        new, metrics, _ = super().update(state, window, noise + seen["made"] + seen["place"])
+        wrong = (window.latents["place"] != position(window.obs["where"][:, :1])).sum()
+        metrics |= {"torn": torn_across(window), "misplaced": wrong, "made": seen["made"]}
+        return new, metrics, self.latents(window.obs["where"][:, 1:], state.updates + 1)
+
+    def report(self, state: State, window: Window, noise: jax.Array) -> Report:
+        losses = {"torn": torn_across(window), "newest": window.first_row.max(), "noise": noise}
+        where = window.obs["where"][:, 1:]
+        return Report(losses, {"where": OpenLoop(where, where + state.memory)}, jnp.ones((), jnp.int32))
 
 
 def torn(window: Window) -> jax.Array:
@@ -118,6 +172,22 @@ def torn(window: Window) -> jax.Array:
         (window.is_first != (where[..., 2] == 0)).any(1),
         (jnp.abs(reward[:, 1:] - action[:, :-1] @ weights) > 1e-5).any(1),
         (window.is_last[..., None] & (action != 0)).any((1, 2)),
+    ]
+    return jnp.stack(wrong).any(0).sum()
+
+
+def torn_across(window: Window) -> jax.Array:
+    """How many windows are not consecutive rows of one counting environment, episodes back to back, as annotated."""
+    where, first, last = window.obs["where"], window.is_first, window.is_last
+    begins = where[..., 2] == 0
+    here, then = where[:, :-1], where[:, 1:]
+    wrong = [
+        (where[..., 0] != window.env_id[:, None]).any(1),
+        ~first[:, 0],
+        (first[:, 1:] != begins[:, 1:]).any(1),
+        (last[:, :-1] != begins[:, 1:]).any(1),
+        (then[..., 1] != here[..., 1] + begins[:, 1:]).any(1),
+        (then[..., 2] != jnp.where(begins[:, 1:], 0, here[..., 2] + 1)).any(1),
     ]
     return jnp.stack(wrong).any(0).sum()
 

@@ -73,6 +73,13 @@ class MetricsWriter:
         if self._clock() - self._flushed >= FLUSH_SECONDS:
             self._flush_events()
 
+    def write_image(self, step: int, key: str, png: bytes, size: tuple[int, int]) -> None:
+        """Adds a PNG or APNG of `size` (height, width) pixels at `step` environment steps, to TensorBoard alone."""
+        height, width = size
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)  # 3: RGB
+        summary = Summary(value=[Summary.Value(tag=key, image=image)])
+        self._events.write_event(Event(wall_time=self._clock(), step=step, summary=summary))
+
     @property
     def length(self) -> int:
         """Bytes of metrics.jsonl, all of them on disk, TensorBoard's copy too: what a checkpoint stores for resume."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deploy import cli, commands, config
+from deploy import cli, commands, presets
 from deploy.cli import SUMMARIES, main
 from deploy.config import RunConfig
+from telamon.agents.dreamerv3.config import DreamerV3Config
 
 
 @pytest.fixture
@@ -92,8 +94,9 @@ def test_train_gets_preset_overrides_and_run_directory(telamon, monkeypatch):
     monkeypatch.setattr(commands.local, "train", lambda *args: seen.append(args[:3]) or 0)
     assert telamon("train", "tdmpc2", "dmc:cartpole-swingup", "--preset", "1", "--agent.lr", "1e-3", "--resume")[0] == 0
     ((given, run_dir, resume),) = seen
-    agent = config.with_preset("1")
-    assert given == RunConfig("tdmpc2", "dmc:cartpole-swingup", agent=type(agent)(**{**vars(agent), "lr": 1e-3}))
+    fresh = RunConfig("tdmpc2", "dmc:cartpole-swingup")
+    agent = presets.apply(fresh, ["1"]).agent
+    assert given == replace(fresh, agent=replace(agent, lr=1e-3))
     assert run_dir == Path("runs/tdmpc2-dmc-cartpole-swingup-seed1")
     assert resume is True
 
@@ -105,6 +108,77 @@ def test_an_override_wins_over_the_preset(telamon, monkeypatch):
         telamon("train", "tdmpc2", "dmc:cartpole-swingup", *order)
     assert [c.agent.mlp_dim for c in seen] == [77, 77]
     assert [c.agent.num_q for c in seen] == [2, 2]
+
+
+@pytest.fixture
+def trained(telamon, monkeypatch):
+    """Parses `telamon train` and returns the config that would be trained."""
+    seen = []
+    monkeypatch.setattr(commands.local, "train", lambda *args: seen.append(args[0]) or 0)
+
+    def run(*args: str) -> RunConfig:
+        code, _, err = telamon("train", *args)
+        assert (code, err) == (0, "")
+        return seen[-1]
+
+    return run
+
+
+def test_every_algorithm_has_its_own_options(telamon):
+    code, dreamer, _ = telamon("train", "dreamerv3", "--help")
+    assert code == 0
+    assert "--agent.imag-length" in dreamer
+    assert "--agent.loss-scales.rep" in dreamer
+    assert "--agent.seed-steps" not in dreamer
+    for name, preset in presets.PRESETS["dreamerv3"].items():
+        assert f"{name} " in dreamer
+        assert preset.text.splitlines()[0][:40] in dreamer
+    code, tdmpc2, _ = telamon("train", "tdmpc2", "--help")
+    assert "--agent.seed-steps" in tdmpc2
+    assert "--agent.imag-length" not in tdmpc2
+    assert "dmc_vision" not in tdmpc2
+
+
+@pytest.mark.parametrize("args", [[], ["dreamer", "x:y"], ["--preset", "1", "tdmpc2", "x:y"]])
+def test_training_begins_with_the_algorithm(telamon, args):
+    code, out, err = telamon("train", *args)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: telamon train ALGORITHM ENV ")
+    assert "  dreamerv3 " in err
+    assert "  tdmpc2 " in err
+
+
+def test_a_config_of_the_algorithm_is_trained(trained):
+    assert trained("dreamerv3", "x:y") == RunConfig("dreamerv3", "x:y", agent=DreamerV3Config())
+
+
+def test_presets_combine_and_flags_win(trained):
+    found = trained("dreamerv3", "x:y", "--preset", "dmc_vision", "size50m", "--env.num", "3")
+    assert (found.agent.units, found.agent.train_ratio, found.env.num, found.steps) == (512, 512.0, 3, 1_200_000)
+    assert found.env.options == {"size": 64}
+    swapped = trained("dreamerv3", "x:y", "--preset", "size50m", "dmc_vision")
+    assert swapped.agent.units == 256
+
+
+def test_the_recipe_decides_what_a_preset_sets(trained):
+    for flags, recipe in ((["--agent.recipe", "latest"], "latest"), (["--agent.recipe=paper"], "paper"), ([], "paper")):
+        found = trained("dreamerv3", "x:y", *flags, "--preset", "dmc_proprio")
+        assert found.agent.recipe == recipe
+        assert found.env.action_repeat == {"latest": 1, "paper": 2}[recipe]
+
+
+def test_options_of_the_environment_are_added_to_a_presets(trained):
+    assert trained("dreamerv3", "x:y", "--env.options", "gray=true").env.options == {"gray": True}
+    found = trained("dreamerv3", "x:y", "--env.options", "gray=true", "size=32", "--preset", "dmc_vision")
+    assert found.env.options == {"size": 32, "gray": True}
+
+
+def test_check_env_knows_every_agent(telamon):
+    code, out, _ = telamon("check-env", "counting:dict", "--episodes", "1", "--options", "size=64")
+    assert code == 0
+    assert "(64, 64, 3)" in out
+    assert "tdmpc2       refuses: " in out
+    assert "dreamerv3    can be trained here" in out
 
 
 def test_the_exit_code_is_the_commands(telamon, monkeypatch):

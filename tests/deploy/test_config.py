@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from deploy import config as configs
-from deploy.config import SAFE_TO_CHANGE, CheckpointConfig, EnvConfig, EvalConfig, RunConfig
-from telamon.agents.tdmpc2.config import PRESETS, TDMPC2Config
+from deploy.config import ALGORITHMS, SAFE_TO_CHANGE, CheckpointConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig
+from telamon.agents.dreamerv3.config import DreamerV3Config, LossScales
+from telamon.agents.tdmpc2.config import TDMPC2Config
 
 CONFIG = RunConfig("tdmpc2", "dmc:cartpole-swingup")
+DREAMER = RunConfig("dreamerv3", "dmc:walker-walk", agent=DreamerV3Config())
 
 
 def with_value(key: str, value: object, config: object = CONFIG) -> RunConfig:
@@ -26,7 +29,7 @@ def with_value(key: str, value: object, config: object = CONFIG) -> RunConfig:
 
 LEAST = {
     "steps": 1, "seed": 0, "log_every": 1, "max_skipped": 1, "env.num": 1, "eval.every": 0, "eval.episodes": 1,
-    "checkpoint.every": 1, "checkpoint.keep": 1,
+    "report.every": 0, "report.keep": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
 }  # fmt: skip
 
 
@@ -66,24 +69,19 @@ def test_an_agents_bounds_name_value_and_knob(key, value):
     assert "\n" not in str(caught.value)
 
 
-def test_presets_are_known_by_name():
-    assert configs.with_preset("5") == TDMPC2Config()
-    for name, sizes in PRESETS.items():
-        agent = asdict(configs.with_preset(str(name)))
-        assert {k: agent[k] for k in sizes} == sizes
-    with pytest.raises(ValueError) as caught:
-        configs.with_preset("7")
-    assert str(caught.value) == f"preset '7' is none of {', '.join(map(str, PRESETS))}"
-
-
 CHANGED = replace(
-    CONFIG, steps=5, memory_limit=2.5, env=EnvConfig(3, 4, "rebuild", 1e-5), eval=EvalConfig(7, 8),
-    checkpoint=CheckpointConfig(9, 1),
+    CONFIG, steps=5, memory_limit=2.5, env=EnvConfig(3, 4, "rebuild", 1e-5, {"a": 1, "b": 0.5, "c": True, "d": "x"}),
+    eval=EvalConfig(7, 8), report=ReportConfig(6, 5), checkpoint=CheckpointConfig(9, 1),
     agent=TDMPC2Config(recipe="latest", lr=3e-7, seed_steps=0, mpc=False, vmin=-5, dtype="bfloat16"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [CONFIG, CHANGED])
+DREAMER_CHANGED = replace(
+    DREAMER, agent=DreamerV3Config(recipe="latest", mults=(1, 2), strided=False, loss_scales=LossScales(rep=0.5))
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, CHANGED, DREAMER, DREAMER_CHANGED])
 def test_a_run_directory_gives_the_config_back(tmp_path, config):
     configs.save(config, tmp_path)
     found = configs.load(tmp_path)
@@ -132,6 +130,10 @@ def edited(key: str, value: object) -> str:
         (edited("task", 7), "has task: 7, which is no str$"),
         (edited("env.on_error", "ignore"), r"has env.on_error: 'ignore', which is no .*\['stop', 'rebuild'\]$"),
         (edited("memory_limit", "much"), r"has memory_limit: 'much', which is no float \| None$"),
+        (edited("env.options", {"a": [1]}), r"has env.options: \{'a': \[1\]\}, which is no "),
+        (edited("algorithm", "dreamer"), "has algorithm: 'dreamer', which is no "),
+        (edited("algorithm", ["tdmpc2"]), "has algorithm: \\['tdmpc2'\\], which is no "),
+        (edited("algorithm", "dreamerv3"), "has keys that this version does not know: agent.consistency_coef, "),
         (edited("steps", 0), "^steps=0 must be at least 1$"),
     ],
 )
@@ -146,6 +148,42 @@ def test_what_is_missing_has_its_default(tmp_path):
     # written by an earlier version, which did not know the rest
     found = configs.load(written(tmp_path, "{algorithm: tdmpc2, task: 'x:y', memory_limit: 3, agent: {lr: 1}}"))
     assert found == RunConfig("tdmpc2", "x:y", memory_limit=3, agent=TDMPC2Config(lr=1))
+
+
+def test_a_missing_agent_is_the_algorithms_default(tmp_path):
+    found = configs.load(written(tmp_path, "{algorithm: dreamerv3, task: 'x:y'}"))
+    assert found == RunConfig("dreamerv3", "x:y", agent=DreamerV3Config())
+
+
+def test_algorithm_and_agent_belong_together():
+    for config, agent, sentence in (
+        (CONFIG, DreamerV3Config(), "algorithm=tdmpc2 takes a TDMPC2Config, not a DreamerV3Config"),
+        (DREAMER, TDMPC2Config(), "algorithm=dreamerv3 takes a DreamerV3Config, not a TDMPC2Config"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            replace(config, agent=agent)
+        assert str(caught.value) == sentence
+    with pytest.raises(ValueError, match=r"^algorithm='ppo' is none of tdmpc2, dreamerv3$"):
+        RunConfig("ppo", "x:y")
+    assert get_args(configs.Name) == tuple(ALGORITHMS)
+
+
+def test_options_are_read_as_what_they_look_like():
+    words = ["size=64", "scale=0.5", "big=1e3", "gray=true", "sticky=False", "actions=all", "name=a=b", "empty="]
+    assert configs.parse_options(words) == {
+        "size": 64, "scale": 0.5, "big": 1000.0, "gray": True, "sticky": False, "actions": "all", "name": "a=b",
+        "empty": "",
+    }  # fmt: skip
+    for word in ("size", "=3", "a b=3"):
+        with pytest.raises(ValueError) as caught:
+            configs.parse_options([word])
+        assert str(caught.value) == f"env.options takes KEY=VALUE, and {word!r} is none"
+
+
+def test_what_the_run_sets_is_no_option():
+    with pytest.raises(ValueError) as caught:
+        with_value("env.options", {"seed": 3, "size": 64, "action_repeat": 2})
+    assert str(caught.value) == "env.options holds action_repeat, seed, which the run itself sets"
 
 
 def test_what_is_no_run_directory_is_named(tmp_path):
@@ -173,6 +211,11 @@ def test_differing_keys_are_named_with_both_values():
     ]
 
 
+def test_options_differ_one_by_one():
+    old, new = with_value("env.options", {"size": 64, "gray": True}), with_value("env.options", {"size": 96})
+    assert configs.differing_keys(old, new) == ["env.options.size (64 -> 96)", "env.options.gray (True -> None)"]
+
+
 OTHER = {"paper": "latest", "auto": "map", "float32": "bfloat16", "stop": "rebuild"}
 
 
@@ -196,7 +239,7 @@ def test_every_key_is_safe_or_refused():
     flat = configs.flatten(asdict(CONFIG))
     assert SAFE_TO_CHANGE <= flat.keys() | groups
     for key, value in flat.items():
-        if key == "algorithm":  # there is one
+        if key in ("algorithm", "env.options"):  # the one goes with an agent, the other has keys of its own
             continue
         new = other_value(value)
         safe = key in SAFE_TO_CHANGE or key.partition(".")[0] in SAFE_TO_CHANGE

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from deploy.config import RunConfig, save, with_preset
-from deploy.curves import REFERENCES, align, published, task_name
+from deploy import presets
+from deploy.config import RunConfig, save
+from deploy.curves import REFERENCES, align, binned, game_name, published, task_name
 from deploy.plot import draw, plot_runs, read_run
 from telamon.telemetry.writer import MetricsWriter
 
@@ -20,7 +21,7 @@ def make_run(tmp_path):
     ):
         run_dir = tmp_path / name
         run_dir.mkdir()
-        save(RunConfig("tdmpc2", task, seed=seed, steps=steps, agent=with_preset(str(preset))), run_dir)
+        save(presets.apply(RunConfig("tdmpc2", task, seed=seed, steps=steps), [str(preset)]), run_dir)
         with MetricsWriter(run_dir) as writer:
             for step in range(0, 50_001, 10_000):
                 writer.write(step, {metric: step / 100 + seed for metric in metrics})
@@ -53,12 +54,19 @@ def test_published_dreamerv3_and_the_official_run_are_training_returns():
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_every_shipped_curve_loads(reference):
     """Each file is there, and each of its tasks that dm_control has is found under dm_control's own name."""
-    assert published(reference, "dmc:cartpole-swingup").values.ndim == 2
-    if reference != "tdmpc2-size1":
-        for env in ("dmc:ball_in_cup-catch", "dmc:cup-catch", "dmc:cartpole-swingup_sparse", "dmc:finger-turn_easy"):
-            curve = published(reference, env)
-            assert np.isfinite(np.nanmean(curve.values, axis=0)).all()
-            assert (np.diff(curve.steps) > 0).all()
+    tasks = ("ball_in_cup-catch", "cup-catch", "cartpole-swingup_sparse", "finger-turn_easy")
+    envs = {
+        "tdmpc2-size1": ["dmc:cartpole-swingup"],
+        "dreamerv3-vision": [f"dmcpixels:{task}" for task in tasks],
+        "dreamerv3-atari100k": ["atari:pong", "envpool:Pong-v5", "atari:ms_pacman", "envpool:MsPacman-v5"],
+    }
+    for env in envs.get(reference, [f"dmc:{task}" for task in tasks]):
+        curve = published(reference, env)
+        assert curve.values.ndim == 2
+        if reference != "tdmpc2-size1":
+            assert len(curve.values) >= 3
+        assert np.isfinite(np.nanmean(curve.values, axis=0)).all()
+        assert (np.diff(curve.steps) > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +82,27 @@ def test_every_shipped_curve_loads(reference):
     ],
 )
 def test_task_names(env, task):
-    assert task_name(env) == task
+    assert task_name(env, ("dmc", "envpool")) == task
+
+
+@pytest.mark.parametrize("env", ["dmc:pong", "gym:Pong-v5", "my_pkg.my_env:make_env"])
+def test_what_is_no_game_has_no_games_name(env):
+    assert game_name(env) is None
+
+
+def test_published_pixels_are_binned():
+    curve = published("dreamerv3-vision", "dmcpixels:walker-walk")
+    assert (curve.metric, curve.values.shape) == ("train/return", (10, 100))
+    np.testing.assert_array_equal(curve.steps, np.arange(10_000, 1_000_001, 10_000))
+    assert 940 < np.nanmean(curve.values[:, -5:]) < 980
+    with pytest.raises(ValueError, match="no curve for dmc:walker-walk"):
+        published("dreamerv3-vision", "dmc:walker-walk")
+
+
+def test_bins_end_where_their_last_point_may_be():
+    steps, values = binned([1, 10, 11, 20, 21], [1, 2, 3, 4, 5], 10)
+    assert steps.tolist() == [10, 10, 20, 20, 30]
+    assert values == [1, 2, 3, 4, 5]
 
 
 def test_align_interpolates_inside_and_never_outside():
@@ -149,11 +177,11 @@ def test_refusals_are_one_sentence(make_run, tmp_path):
     with pytest.raises(ValueError, match="has logged no return yet"):
         plot_runs([make_run("losses", metrics=("loss/total_loss",))], tmp_path / "x.png")
     run = make_run("a")
-    with pytest.raises(ValueError, match="no reference 'sac'; known references are tdmpc2, tdmpc2-size1, dreamerv3"):
+    with pytest.raises(ValueError, match="no reference 'sac'; known references are tdmpc2, tdmpc2-size1, dreamerv3,"):
         plot_runs([run], tmp_path / "x.png", "sac")
-    with pytest.raises(ValueError, match=r"no curve for dmc:walker-wlak; it has dmc:walker-walk"):
+    with pytest.raises(ValueError, match=r"no curve for dmc:walker-wlak; it has walker-walk"):
         plot_runs([make_run("typo", task="dmc:walker-wlak")], tmp_path / "x.png", "tdmpc2")
-    with pytest.raises(ValueError, match=r"no curve for gym:Pendulum-v1; its \d+ tasks are of the DeepMind Control"):
+    with pytest.raises(ValueError, match=r"no curve for gym:Pendulum-v1; its \d+ tasks are acrobot-swingup, "):
         plot_runs([make_run("gym", task="gym:Pendulum-v1")], tmp_path / "x.png", "tdmpc2")
     with pytest.raises(ValueError, match="holds no eval/return, which the curve of published TD-MPC2"):
         plot_runs([make_run("unevaluated", metrics=("train/return",))], tmp_path / "x.png", "tdmpc2")

@@ -287,7 +287,7 @@ def test_changed_intervals_count_from_the_last_time(monkeypatch, tmp_path):
         new = lines(run_dir)[before:]
         assert [line["step"] for line in new if "eval/return" in line] == evaluated
         assert [line["step"] for line in new if "loss/bad_loss" in line] == logged
-        assert run.progress == local.Progress(evaluated[-1], logged[-1], saved=evaluated[-1])
+        assert run.progress == local.Progress(evaluated[-1], logged=logged[-1], saved=evaluated[-1])
 
 
 def test_an_environment_that_cannot_be_saved_begins_new_episodes(monkeypatch, tmp_path, caplog):
