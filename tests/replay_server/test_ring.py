@@ -131,6 +131,23 @@ def test_write_matches_a_dictionary(data):
         assert held.tolist() == [model[e, r] for r in range(ring.tail[e], ring.head[e])]
 
 
+@pytest.mark.parametrize(
+    ("env", "row", "versions"),
+    [
+        ([0, 0, 0], [5, 0, 6], [0, 0, 1, 3, 0]),  # stale between neighbours
+        ([0, 0, 0], [5, 6, 5], [0, 0, 3, 2, 0]),
+        ([0, 0, 0], [4, 5, 3], [3, 1, 2, 0, 0]),  # round the end of the memory, and back
+        ([0, 1, 0], [5, 5, 6], [0, 0, 1, 3, 0]),
+        ([0, 1, 1], [4, 5, 6], [0, 1, 0, 0, 0]),  # the last slot of one environment, the first one of the next
+        ([0, 0, 0], [0, 1, 2], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_runs_of_a_write_keep_to_their_rows(env, row, versions):
+    ring = filled(8)  # rows 3 to 7; row 5 is in slot 0
+    ring.write(np.array(env, np.int32), np.array(row), {"latents/version": np.array([1, 2, 3], np.int32)})
+    assert ring.held("latents/version", 0).tolist() == versions
+
+
 @pytest.mark.parametrize("row", [8, -1])
 def test_write_refuses_a_row_that_never_was(row):
     with pytest.raises(ValueError, match=f"row {row} of environment 1 was never appended; the next one is 8"):
