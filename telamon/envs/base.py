@@ -27,7 +27,7 @@ Bounds = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Key (as in `EnvSpec.actions`) -> the environment's own (low, high) per element; integer parts have none."""
 
 DM_CONTROL_REPEAT = 2
-"""The usual action repeat of dm_control tasks, whoever steps them (TD-MPC2's); everything else has 1."""
+"""The usual action repeat of dm_control tasks, whoever steps and draws them (TD-MPC2's and DreamerV3's)."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ MAX_REBUILDS = 10
 MAX_CLASSES = 2**16
 """An integer of more values than this is a count and not a category."""
 
+IMAGE_SIZES = range(16, 481)
+"""Pixels per side that an environment which draws can be asked for; 480 is what dm_control's buffers hold."""
+
 LOG_PREFIX = "log/"
 """Observation keys that begin like this are for the environment's own records: no replay and no agent sees them."""
 
@@ -27,6 +30,13 @@ log = logging.getLogger(__name__)
 def env_seed(seed: int, index: int, rebuild: int = 0) -> int:
     """The seed of environment `index` of a batch after `rebuild` rebuilds, in 0..2**31-1."""
     return int(generator(seed, Stream.ENV, index, rebuild).integers(2**31))
+
+
+def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuses an environment's option that is none of `allowed`. Raises EnvError."""
+    if value not in allowed or type(value) not in {type(allowed[0]), type(allowed[-1])}:  # True is no 1
+        told = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+        raise EnvError(f"its option {name} is {value!r}; it takes {told}")
 
 
 def obs_dtype(declared: Any, key: str) -> str:

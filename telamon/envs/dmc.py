@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import mujoco
 import numpy as np
 
 from telamon.data import BARE_ACTION, ArraySpec, EnvSpec
-from telamon.envs.base import DM_CONTROL_REPEAT, Action, OnError, UnknownEnv
+from telamon.envs.base import DM_CONTROL_REPEAT, Action, EnvError, OnError, UnknownEnv
 from telamon.envs.checks import box_action, env_seed, obs_dtype, to_bounds
 from telamon.envs.host import HostEnvs, Transition
 
@@ -57,7 +58,25 @@ def task_names() -> list[str]:
 def make(
     name: str, num_envs: int, seed: int, *, action_repeat: int | None = None, on_error: OnError = "stop", **kwargs: Any
 ) -> HostEnvs:
-    """A batch of one suite task. `kwargs` are the task's own (`time_limit`, ...). Raises UnknownEnv."""
+    """A batch of one suite task. `kwargs` are the task's own (`time_limit`, ...). Raises UnknownEnv, EnvError."""
+    return batch_of(f"dmc:{name}", name, num_envs, seed, action_repeat, on_error, kwargs, DMControl)
+
+
+def batch_of(
+    env_id: str,
+    name: str,
+    num_envs: int,
+    seed: int,
+    action_repeat: int | None,
+    on_error: OnError,
+    task_kwargs: Mapping[str, Any],
+    one: Callable[[Any, Mapping[str, np.ndarray], int], DMControl],
+    obs: tuple[tuple[str, ArraySpec], ...] | None = None,
+) -> HostEnvs:
+    """A batch of one suite task, whose environments `one(env, reference, camera)` makes. Raises UnknownEnv, EnvError.
+
+    obs: what is observed; None for the task's own vectors.
+    """
     domain, _, task = name.partition("-")
     domain, task = _DOMAINS.get(domain, domain), task.replace("-", "_")
     if (domain, task) not in suite.ALL_TASKS:
@@ -66,18 +85,23 @@ def make(
 
     def load(index: int, rebuild: int) -> DMControl:
         random = env_seed(seed, index, rebuild)
-        env = suite.load(domain, task, {**kwargs, "random": random})
-        return DMControl(env, reference, camera=2 if domain == "quadruped" else 0)
+        env = suite.load(domain, task, {**task_kwargs, "random": random})
+        return one(env, reference, 2 if domain == "quadruped" else 0)
 
-    probe = suite.load(domain, task, {**kwargs, "random": 0})
+    try:
+        probe = suite.load(domain, task, {**task_kwargs, "random": 0})
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise EnvError(str(error)) from error
     reference = {k: v.copy() for k, v in model_arrays(probe).items()}
     limit, action = probe._step_limit, probe.action_spec()  # the limit has no public name
     action_spec, bounds = box_action(
         np.broadcast_to(action.minimum, action.shape), np.broadcast_to(action.maximum, action.shape), action.dtype
     )
     spec = EnvSpec(
-        id=f"dmc:{name}",
-        obs=tuple((k, ArraySpec(v.shape, obs_dtype(v.dtype, k))) for k, v in probe.observation_spec().items()),
+        id=env_id,
+        obs=obs or tuple((k, ArraySpec(v.shape, obs_dtype(v.dtype, k))) for k, v in probe.observation_spec().items()),
         action=action_spec,
         episode_length=None if math.isinf(limit) else math.ceil(math.ceil(limit) / repeat),
         action_repeat=repeat,
@@ -90,6 +114,24 @@ def model_arrays(env: Any) -> dict[str, np.ndarray]:
     model = env.physics.model.ptr
     names = (n for n in dir(model) if not n.startswith(("_", *_ASSETS)))
     return {n: v for n in names if isinstance(v := getattr(model, n), np.ndarray)}
+
+
+def camera_of(physics: Any, size: int, number: int) -> Any:
+    """A camera of dm_control's. To make one costs more than a plain picture."""
+    from dm_control.mujoco import Camera  # here, because it too picks a renderer while it is imported
+
+    return Camera(physics, size, size, camera_id=number)
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Raises NotImplementedError, with what to do about it, where dm_control has no renderer."""
+    try:
+        yield
+    except (RuntimeError, mujoco.FatalError) as error:  # dm_control's stand-in for a renderer, or one without a display
+        raise NotImplementedError(
+            f"dm_control cannot draw here ({error}); without a display it needs EGL: install libegl1 and a driver"
+        ) from error
 
 
 class DMControl:
@@ -152,12 +194,8 @@ class DMControl:
         )
 
     def render(self) -> np.ndarray:
-        try:
+        with drawing():
             return self._env.physics.render(RENDER_SIZE, RENDER_SIZE, camera_id=self._camera)
-        except RuntimeError as error:  # dm_control's stand-in for a renderer
-            raise NotImplementedError(
-                f"dm_control cannot draw here ({error}); without a display it needs EGL: install libegl1 and a driver"
-            ) from error
 
     def close(self) -> None:
         self._env.close()

@@ -38,7 +38,10 @@ def make(
     seeds = [env_seed(seed, i) for i in range(num_envs)]
     with warnings.catch_warnings():  # it builds float32 spaces from float64 limits, and gymnasium says so
         warnings.filterwarnings("ignore", ".*precision lowered by casting.*")
-        pool = envpool.make_gymnasium(name, num_envs=num_envs, seed=seeds, **kwargs)
+        try:
+            pool = envpool.make_gymnasium(name, num_envs=num_envs, seed=seeds, **kwargs)
+        except (TypeError, ValueError) as error:  # an option, or a value of one, that it does not take: it says which
+            raise EnvError(str(error)) from error
         action_spec, bounds, to_native = action_of(pool.action_space)
         obs = obs_of(pool.observation_space)
     if pool.config.get("max_num_players", 1) != 1:

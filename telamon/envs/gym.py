@@ -41,6 +41,10 @@ def make(
         return _batch(f"gym:{name}", build, num_envs, seed, action_repeat, on_error)
     except gymnasium.error.UnregisteredEnv as error:
         raise UnknownEnv(name) from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise EnvError(str(error)) from error
     except gymnasium.error.Error as error:  # a missing dependency, for the most part: gymnasium says which
         raise EnvError(str(error)) from error
 

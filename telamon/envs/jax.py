@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple, cast
@@ -122,6 +122,10 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
             "which tells them apart"
         )
     env, params = gymnax.make(name)
+    own = [f.name for f in fields(params)]
+    unknown = next((k for k in kwargs if k not in own), None)
+    if unknown is not None:
+        raise EnvError(f"it takes no option {unknown!r}, only {', '.join(own)}")
     params = params.replace(**kwargs)
     key = jax.random.key(0)
     repeat = 1 if action_repeat is None else action_repeat

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,11 +29,17 @@ class Backend:
 
 BACKENDS = {
     "dmc": Backend("telamon.envs.dmc", "dmc", "dmc:cartpole-swingup"),
+    "dmcpixels": Backend("telamon.envs.dmcpixels", "dmc", "dmcpixels:walker-walk"),
+    "atari": Backend("telamon.envs.atari", "atari", "atari:pong"),
     "gym": Backend("telamon.envs.gym", "gym", "gym:Pendulum-v1"),
     "gymnax": Backend("telamon.envs.jax", "jaxenvs", "gymnax:Pendulum-v1"),
     "envpool": Backend("telamon.envs.envpool", "envpool", "envpool:CartpoleSwingup-v1"),
     "counting": Backend("telamon.envs.counting", None, "counting:continuous"),
 }
+
+
+MAKE_OPTIONS = ("action_repeat", "on_error")
+"""Of every backend, and not options of the environment."""
 
 
 def make_env(
@@ -48,8 +55,8 @@ def make_env(
 
     env_id: BACKEND:NAME, or PACKAGE.MODULE:CALLABLE or PATH.py:CALLABLE for a callable that returns a gymnasium.Env.
     seed: each environment's own seed follows from it and the environment's index.
-    action_repeat: None for the backend's usual one (2 for dm_control tasks, else 1).
-    kwargs: whatever the environment itself takes.
+    action_repeat: None for the backend's usual one (2 for dm_control tasks, 4 for `atari`, else 1).
+    kwargs: options, whatever the backend or the environment itself takes.
 
     Raises EnvError for an unknown name, a library that is not installed, or an environment that cannot work.
     """
@@ -60,7 +67,9 @@ def make_env(
     options = {"action_repeat": action_repeat, "on_error": on_error, **kwargs}
     try:
         if prefix in BACKENDS:
-            return load(prefix).make(name, num_envs, seed, **options)
+            make = load(prefix).make
+            _refuse_unknown(make, kwargs)
+            return make(name, num_envs, seed, **options)
         factory = find_callable(env_id)
         return load("gym").make_own(factory, env_id, num_envs, seed, **options)
     except UnknownEnv as error:
@@ -69,6 +78,15 @@ def make_env(
         if env_id in str(error):
             raise
         raise EnvError(f"{env_id}: {error}") from error
+
+
+def _refuse_unknown(make: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuses an option that a backend does not take; one that passes the rest on says so itself."""
+    taken = inspect.signature(make).parameters
+    unknown = next((name for name in options if name not in taken), None)
+    if unknown is not None and all(p.kind is not p.VAR_KEYWORD for p in taken.values()):
+        own = [name for name, p in taken.items() if p.kind is p.KEYWORD_ONLY and name not in MAKE_OPTIONS]
+        raise EnvError(f"it takes no option {unknown!r}, only {', '.join(own)}")
 
 
 def load(prefix: str) -> ModuleType:

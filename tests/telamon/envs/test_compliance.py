@@ -39,6 +39,17 @@ CASES = [
     # 0.01 s per environment step: 10 of them, and 5 agent steps.
     Case("dmc:cartpole-swingup", "dm_control", {"time_limit": 0.1}, ("position", "velocity"), 5, repeat=2),
     Case("dmc:walker-walk", "dm_control", {"time_limit": 0.25}, WALKER, 5, repeat=2),
+    Case(
+        "dmcpixels:walker-walk",
+        "dm_control",
+        {"time_limit": 0.25, "size": 32, "fast_render": True},
+        ("image",),
+        5,
+        repeat=2,
+    ),
+    Case(
+        "atari:pong", "ale_py", {"limit": 18, "limit_terminates": False}, ("image",), 5, random_resets=False, repeat=4
+    ),
     Case("gym:Pendulum-v1", "gymnasium", {"max_episode_steps": 5}, length=5, saves=False),
     Case("gym:CartPole-v1", "gymnasium", saves=False),
     Case("examples.point_mass_env:make_env", "gymnasium", length=100, saves=False),
@@ -52,7 +63,16 @@ CASES = [
 @pytest.fixture(params=CASES, ids=lambda c: c.env_id)
 def case(request: pytest.FixtureRequest) -> Case:
     pytest.importorskip(request.param.library, reason=f"{request.param.library} is not installed")
+    if request.param.env_id.startswith("dmcpixels:"):
+        skip_without_renderer()
     return request.param
+
+
+def skip_without_renderer() -> None:
+    try:
+        make_env("dmc:cartpole-swingup", 1, 0).render()
+    except NotImplementedError:
+        pytest.skip("this machine has no renderer that works without a display")
 
 
 def make(case: Case, seed: int = 0, num_envs: int = E) -> BatchedEnv:

@@ -18,7 +18,7 @@ from telamon.envs.registry import BACKENDS, find_callable, list_envs, make_env
 def test_no_environment_library_is_loaded_before_it_is_asked_for() -> None:
     code = (
         "import sys; import telamon.envs.registry as r; r.make_env('counting:continuous', 1, 0);"
-        "print([m for m in ('dm_control', 'mujoco', 'gymnasium', 'gymnax', 'envpool') if m in sys.modules])"
+        "print([m for m in ('dm_control', 'mujoco', 'gymnasium', 'ale_py', 'gymnax', 'envpool') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -65,7 +65,7 @@ def test_missing_libraries_are_listed_as_such(monkeypatch: pytest.MonkeyPatch) -
 
 def _without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with the core alone."""
-    libraries = {"dm_control", "mujoco", "gymnasium", "gymnax", "envpool"}
+    libraries = {"dm_control", "mujoco", "gymnasium", "ale_py", "gymnax", "envpool"}
     adapters = {b.module for b in BACKENDS.values() if b.extra}
     for name in list(sys.modules):
         if name.partition(".")[0] in libraries or name in adapters:
@@ -99,6 +99,29 @@ def test_what_is_installed_is_listed() -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_env("counting:continuous", **{"num_envs": 1, "seed": 0, **options})
+
+
+@pytest.mark.parametrize(
+    ("env_id", "library", "message"),
+    [
+        (
+            "counting:dict",
+            "numpy",
+            "it takes no option 'nosuch', only lengths, terminate_every, action_size, ",
+        ),
+        ("atari:pong", "ale_py", "it takes no option 'nosuch', only size, gray, sticky, actions, noops, limit, "),
+        ("dmc:walker-walk", "dm_control", "walk.* got an unexpected keyword argument 'nosuch'"),
+        ("dmcpixels:walker-walk", "dm_control", "walk.* got an unexpected keyword argument 'nosuch'"),
+        ("gym:Pendulum-v1", "gymnasium", "PendulumEnv.* got an unexpected keyword argument 'nosuch'"),
+        ("gymnax:Pendulum-v1", "gymnax", "it takes no option 'nosuch', only max_steps_in_episode, "),
+        ("envpool:Pendulum-v1", "envpool", ".* got an unexpected keyword argument 'nosuch'"),
+        ("examples.point_mass_env:make_env", "gymnasium", ".* got an unexpected keyword argument 'nosuch'"),
+    ],
+)
+def test_an_option_that_nobody_takes_is_refused(env_id: str, library: str, message: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    with pytest.raises(EnvError, match=f"^{env_id}:? {message}"):
+        make_env(env_id, 1, 0, nosuch=1)
 
 
 MINE = """
