@@ -16,19 +16,19 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.timing import commit
 from replay_server.store import Store
-from telamon.data import ArraySpec, Rows, RowSpec, WindowSpec, WriteBack
+from telamon.data import ArraySpec, Rows, RowSpec, WindowSpec, WriteBack, as_dtype
 
-OBS, ACTION, STOCH, CLASSES = 24, 6, 32, 16
+OBS, ACTION, STOCH = 24, 6, 32
 BATCH, LENGTH, CONTEXT = 16, 65, 1
 EPISODE = 500
 COPY = 64 << 20
@@ -46,11 +46,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rates(case: Callable[[], int], repetitions: int) -> tuple[list[float], list[float]]:
-    """(case's units per second, copied bytes per second), interleaved; `case` returns how many units it did."""
+    """(units, copied bytes) per second, the case and the copy in turn; `case` returns how many units it did."""
     source, target = np.ones(COPY, np.uint8), np.empty(COPY, np.uint8)
+
+    def copy() -> int:
+        np.copyto(target, source)
+        return COPY
+
     found: tuple[list[float], list[float]] = ([], [])
     for i in range(WARM_UP + repetitions):
-        for call, rate in zip((case, lambda: np.copyto(target, source) or COPY), found, strict=True):
+        for call, rate in zip((case, copy), found, strict=True):
             begin = time.perf_counter()
             count = call()
             if i >= WARM_UP:
@@ -58,78 +63,78 @@ def rates(case: Callable[[], int], repetitions: int) -> tuple[list[float], list[
     return found
 
 
-def tick(num_envs: int, deter: np.ndarray) -> Callable[[int], Rows]:
-    """Rows of tick t; all arrays but the flags are the same every time."""
-    rng = np.random.default_rng(0)
-    env_id, off = np.arange(num_envs, dtype=np.int32), np.zeros(num_envs, bool)
-    values = dict(
-        obs={"obs": rng.standard_normal((num_envs, OBS), np.float32)},
-        reward=np.zeros(num_envs, np.float32), is_terminal=off,
-        action=rng.uniform(-1, 1, (num_envs, ACTION)).astype(np.float32),
-        latents={"deter": deter[:num_envs], "stoch": rng.integers(CLASSES, size=(num_envs, STOCH), dtype=np.uint8)},
-    )  # fmt: skip
-    return lambda t: Rows(
-        env_id, is_first=off | (t % EPISODE == 0), is_last=off | (t % EPISODE == EPISODE - 1), **values
-    )
+class Case:
+    """A full table of rows as DreamerV3 stores them, and what is done with it; all rows have the same values."""
+
+    def __init__(self, num_envs: int, deter: int, dtype: str, rows: int) -> None:
+        latents = (("deter", ArraySpec((deter,), dtype)), ("stoch", ArraySpec((STOCH,), "uint8")))
+        self.spec = RowSpec((("obs", ArraySpec((OBS,))),), ArraySpec((ACTION,)), latents)
+        window = WindowSpec(
+            LENGTH, CONTEXT, cross_episodes=True, closed_only=False, start="windows", latents="context",
+            online=True, annotate=True,
+        )  # fmt: skip
+        self.num_envs, capacity = num_envs, rows // num_envs
+        self.store = Store(self.spec, window, num_envs, capacity, np.random.default_rng(0))
+        ones = lambda count: {k: np.ones((count, *v.shape), as_dtype(v.dtype)) for k, v in latents}
+        self._acted, self._trained = ones(num_envs), ones(BATCH * (LENGTH - CONTEXT))
+        self._ticks = 0
+        self.add(capacity)  # every page is touched before anything is timed
+
+    def add(self, ticks: int) -> int:
+        """Returns the rows added."""
+        env_id, off = np.arange(self.num_envs, dtype=np.int32), np.zeros(self.num_envs, bool)
+        obs, action = (np.ones((self.num_envs, n), np.float32) for n in (OBS, ACTION))
+        reward = np.zeros(self.num_envs, np.float32)
+        for _ in range(ticks):
+            is_first, is_last = off | (self._ticks % EPISODE == 0), off | (self._ticks % EPISODE == EPISODE - 1)
+            self.store.append(Rows(env_id, {"obs": obs}, reward, is_first, is_last, off, action, self._acted))
+            self._ticks += 1
+        return ticks * self.num_envs
+
+    def sample(self, batches: int) -> int:
+        """Returns the windows sampled."""
+        for _ in range(batches):
+            self.store.sample(BATCH)
+        return batches * BATCH
+
+    def sample_and_write_back(self, batches: int) -> int:
+        """Returns the windows sampled; all rows but the context are written back."""
+        for _ in range(batches):
+            drawn = self.store.sample(BATCH)
+            row = drawn.first_row[:, None] + np.arange(CONTEXT, LENGTH)
+            self.store.write_back(WriteBack(np.repeat(drawn.env_id, LENGTH - CONTEXT), row.reshape(-1), self._trained))
+        return batches * BATCH
+
+
+def measure(case: Case, repetitions: int) -> Iterator[dict[str, object]]:
+    """One line of results per kind of call."""
+    latents = sum(array.nbytes for _, array in case.spec.latents)
+    served = LENGTH * (case.spec.nbytes - latents) + CONTEXT * latents
+    for name, unit, nbytes, call in (
+        ("add", "row", case.spec.nbytes, lambda: case.add(2000 // case.num_envs)),
+        ("sample", "window", served, lambda: case.sample(20)),
+        ("sample + write-back", "window", served + (LENGTH - CONTEXT) * latents,
+         lambda: case.sample_and_write_back(10)),
+    ):  # fmt: skip
+        rate, copied = (statistics.median(found) for found in rates(call, repetitions))
+        yield {
+            "case": f"replay {name}", "unit": unit, "per_second": round(rate), "bytes_per_unit": nbytes,
+            "gb_per_second": round(rate * nbytes / 1e9, 2), "memcpy_gb_per_second": round(copied / 1e9, 2),
+            "share": round(rate * nbytes / copied, 3),
+        }  # fmt: skip
 
 
 def main() -> None:
     options = parser().parse_args()
-    dtype = np.dtype(np.float32 if options.dtype == "float32" else ml_dtypes.bfloat16)
-    for width in options.deter:
-        for num_envs in options.envs:
-            latents = (("deter", ArraySpec((width,), options.dtype)), ("stoch", ArraySpec((STOCH,), "uint8")))
-            rows = RowSpec((("obs", ArraySpec((OBS,))),), ArraySpec((ACTION,)), latents)
-            window = WindowSpec(
-                LENGTH, CONTEXT, cross_episodes=True, closed_only=False, start="windows", latents="context",
-                online=True, annotate=True,
-            )  # fmt: skip
-            capacity = options.rows // num_envs
-            store = Store(rows, window, num_envs, capacity, np.random.default_rng(0))
-            trained = (BATCH, LENGTH - CONTEXT)
-            fresh = {
-                "deter": np.ones((*trained, width), dtype).reshape(-1, width),
-                "stoch": np.ones((*trained, STOCH), np.uint8).reshape(-1, STOCH),
-            }
-            make, now = tick(num_envs, np.ones((num_envs, width), dtype)), 0
-
-            def add(count: int = 2000 // num_envs, store=store, make=make, num_envs=num_envs) -> int:
-                nonlocal now
-                for _ in range(count):
-                    store.append(make(now))
-                    now += 1
-                return count * num_envs
-
-            def sample(count: int = 20, store=store) -> int:
-                for _ in range(count):
-                    store.sample(BATCH)
-                return count * BATCH
-
-            def sample_and_write(count: int = 10, store=store, fresh=fresh) -> int:
-                for _ in range(count):
-                    drawn = store.sample(BATCH)
-                    row = drawn.first_row[:, None] + np.arange(CONTEXT, LENGTH)
-                    store.write_back(WriteBack(np.repeat(drawn.env_id, LENGTH - CONTEXT), row.reshape(-1), fresh))
-                return count * BATCH
-
-            add(capacity)  # every page is touched before anything is timed
-            latent = sum(spec.nbytes for _, spec in latents)
-            served = LENGTH * (rows.nbytes - latent) + CONTEXT * latent
-            for name, unit, nbytes, case in (
-                ("add", "rows", rows.nbytes, add),
-                ("sample", "windows", served, sample),
-                ("sample + write-back", "windows", served + (LENGTH - CONTEXT) * latent, sample_and_write),
-            ):
-                rate, copy = (statistics.median(r) for r in rates(case, options.repetitions))
-                line = {
-                    "case": f"replay {name}", "envs": num_envs, "deter": width, "dtype": options.dtype,
-                    "unit": unit, "per_second": round(rate), "bytes_per_unit": nbytes,
-                    "gb_per_second": round(rate * nbytes / 1e9, 2), "memcpy": round(copy / 1e9, 2),
-                    "share": round(rate * nbytes / copy, 3), "bytes_per_row": rows.nbytes,
-                    "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-                    "numpy": np.__version__, "python": platform.python_version(), "commit": commit(),
-                }  # fmt: skip
-                print(json.dumps(line), flush=True)
+    for deter, num_envs in product(options.deter, options.envs):
+        case = Case(num_envs, deter, options.dtype, options.rows)
+        for line in measure(case, options.repetitions):
+            line |= {
+                "envs": num_envs, "deter": deter, "dtype": options.dtype, "bytes_per_row": case.spec.nbytes,
+                "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+                "numpy": np.__version__, "python": platform.python_version(), "commit": commit(),
+            }  # fmt: skip
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
