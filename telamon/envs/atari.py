@@ -19,11 +19,10 @@ from ale_py import ALEInterface, ALEState, LoggerMode, roms
 from PIL import Image
 
 from telamon.data import ActionSpec, ArraySpec, EnvSpec
-from telamon.envs.base import Action, OnError, UnknownEnv
+from telamon.envs.base import ATARI_REPEAT, Action, OnError, UnknownEnv
 from telamon.envs.checks import IMAGE_SIZES, check_option, env_seed
 from telamon.envs.host import HostEnvs, Transition
 
-USUAL_REPEAT = 4
 STICKY = 0.25
 """Probability with which a frame repeats the action of the one before, where actions are sticky."""
 GREY = np.array([0.299, 0.587, 0.114])
@@ -74,7 +73,7 @@ def make(
     check_option("limit", limit, range(1, 10**9))
     check_option("lives", lives, ("unused", "reset"))
     check_option("limit_terminates", limit_terminates, _FLAGS)
-    repeat = USUAL_REPEAT if action_repeat is None else action_repeat
+    repeat = ATARI_REPEAT if action_repeat is None else action_repeat
 
     def one(index: int, rebuild: int) -> Atari:
         return Atari(

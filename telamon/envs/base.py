@@ -28,6 +28,8 @@ Bounds = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 DM_CONTROL_REPEAT = 2
 """The usual action repeat of dm_control tasks, whoever steps and draws them (TD-MPC2's and DreamerV3's)."""
+ATARI_REPEAT = 4
+"""That of Atari games. Everything else has 1."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from telamon.data import ActionSpec, ArraySpec
 from telamon.envs.base import EnvError
 from telamon.envs.checks import env_seed
 from telamon.envs.registry import make_env
@@ -59,6 +60,51 @@ def test_environments_end_on_their_own() -> None:
 def test_the_usual_repeat_is_that_of_the_family() -> None:
     assert make_env("envpool:WalkerWalk-v1", 1, 0).spec.action_repeat == 2
     assert make_env("envpool:Pendulum-v1", 1, 0).spec.action_repeat == 1
+
+
+def test_an_atari_game_is_seen_with_channels_last_and_as_the_atari_backend_sees_it() -> None:
+    pytest.importorskip("ale_py", reason="ale_py is not installed")
+    env = make_env("envpool:Pong-v5", 1, 0)
+    assert env.spec.obs == (("obs", ArraySpec((64, 64, 3), "uint8")),)
+    assert env.spec.action == ActionSpec((), (18,))
+    assert (env.spec.action_repeat, env.spec.episode_length) == (4, 27_000)
+    other = make_env("atari:pong", 1, 0)
+    env.reset(), other.reset()
+    for _ in range(20):
+        ours, theirs = (e.step(np.zeros(1, np.int32)).obs for e in (env, other))
+    difference = np.abs(ours["obs"].astype(float) - theirs["image"])
+    assert difference.mean() < 3  # filters differ, and where the ball is
+    assert np.median(difference) <= 1
+    assert ours["obs"].std(axis=(0, 1, 2)).min() > 20
+
+
+def test_an_atari_games_repeat_is_one_call_and_its_limit_truncates() -> None:
+    env: Any = make_env("envpool:Pong-v5", 1, 0, max_episode_steps=3, action_repeat=2, gray_scale=True, img_width=48)
+    assert (env.spec.action_repeat, env.spec.episode_length) == (2, 3)
+    assert env.spec.obs == (("obs", ArraySpec((64, 48, 1), "uint8")),)
+    assert not env.reset().is_last[0]
+    rows = [env.step(np.zeros(1, np.int32)) for _ in range(4)]
+    assert [bool(r.is_last[0]) for r in rows] == [False, False, True, False]
+    assert not rows[2].is_terminal[0]
+    assert env._pool.config["frame_skip"] == 2
+
+
+def test_images_of_other_families_stay_as_they_are() -> None:
+    env = make_env("envpool:CarRacing-v3", 1, 0)
+    assert env.spec.obs == (("obs", ArraySpec((96, 96, 3), "uint8")),)
+    env.reset()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"frame_skip": 2}, "its option frame_skip is the action repeat; set env.action_repeat instead"),
+        ({"noop_max": 0}, "its option noop_max is 0; it takes 1 to 999"),
+    ],
+)
+def test_what_an_atari_game_cannot_take_is_refused(option: dict[str, int], message: str) -> None:
+    with pytest.raises(EnvError, match=f"^envpool:Pong-v5: {message}$"):
+        make_env("envpool:Pong-v5", 1, 0, **option)
 
 
 class Broken:
