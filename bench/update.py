@@ -1,12 +1,13 @@
-"""Time of one TD-MPC2 update, guarded and donated as the learner runs it. JSON lines.
+"""Time of one update, guarded and donated as the learner runs it, and of its compilation. JSON lines.
 
-python bench/update.py [--preset 1 5] [--recipe paper] [--dtype float32]
+python bench/update.py [--preset 1 5 size1m size12m] [--recipe paper] [--dtype float32] [--image]
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -30,16 +31,23 @@ def main() -> None:
         state = init(subject, jax.random.key(0))
         update = make_update(subject)
         count = flops(update, state, batch, key, np.uint32(0))
+        started = time.perf_counter()
+        lowered = update.lower(state, batch, key, np.uint32(0))
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        done = time.perf_counter()
 
-        def one(update=update, batch=batch, key=key):
+        def one(compiled=compiled, batch=batch, key=key):
             nonlocal state
-            state, metrics, _ = update(state, batch, key, np.uint32(0))
-            return metrics
+            state, metrics, written = compiled(state, batch, key, np.uint32(0))
+            return metrics, written
 
         times = interleaved(one, options.repetitions)
         line = report(
-            "tdmpc2 update", *times, count, preset=preset, batch=subject.batch_size, recipe=options.recipe,
-            dtype=options.dtype, obs=options.obs, action=options.action,
+            "update", *times, count, preset=preset,
+            batch=subject.batch_size, recipe=options.recipe, dtype=options.dtype, obs=options.obs,
+            action=options.action, image=options.image, trace_s=round(traced - started, 1),
+            compile_s=round(done - traced, 1),
         )  # fmt: skip
         print(json.dumps(line), flush=True)
 

@@ -1,6 +1,8 @@
-"""Time of one TD-MPC2 decision for a batch of environments, from observation to action on the host. JSON lines.
+"""Time of one decision for a batch of environments, from observation to action on the host. JSON lines.
 
-python bench/plan.py [--preset 1 5] [--envs 1 16] [--env-batching auto] [--recipe paper] [--dtype float32]
+TD-MPC2 plans, DreamerV3 samples its policy.
+
+python bench/act.py [--preset 1 5 size1m size12m] [--envs 1 16] [--env-batching auto] [--recipe paper] [--dtype float32]
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from actors.collector import jit_act
 from bench.cases import agent, parser
 from bench.flops import flops
 from bench.timing import interleaved, report
+from telamon.agents.dreamerv3.config import WIDTHS
 from telamon.allocator import keep_freed_memory
 
 
@@ -28,12 +31,13 @@ def main() -> None:
     options = p.parse_args()
     keep_freed_memory()
     for preset in options.preset:
-        subject = agent(options, preset, env_batching=options.env_batching)
+        batching = {} if preset in WIDTHS else {"env_batching": options.env_batching}
+        subject = agent(options, preset, **batching)
         params = subject.acting_params(jax.jit(subject.init)(jax.random.key(0)))
         for envs in options.envs:
             act, key = jit_act(subject, envs, "train"), jax.random.key(1)
             rng = np.random.default_rng(0)
-            obs = {k: rng.standard_normal((envs, *a.shape), np.float32) for k, a in subject.env.obs}
+            obs = {k: rng.standard_normal((envs, *a.shape), np.float32).astype(a.dtype) for k, a in subject.env.obs}
             first = np.zeros(envs, bool)
             carry = subject.initial_carry(envs)
             count = flops(act, params, carry, obs, first, key, np.uint32(0))
@@ -45,7 +49,7 @@ def main() -> None:
 
             times = interleaved(one, max(3, options.repetitions // envs))
             line = report(
-                "tdmpc2 plan", *times, count, preset=preset, envs=envs, recipe=options.recipe, dtype=options.dtype,
+                "act", *times, count, preset=preset, envs=envs, recipe=options.recipe, dtype=options.dtype,
                 env_batching=options.env_batching, obs=options.obs, action=options.action,
             )  # fmt: skip
             print(json.dumps(line), flush=True)
