@@ -150,7 +150,8 @@ class Remembering(Probe):
 
     def update(self, state: State, window: Window, noise: jax.Array) -> Any:
         seen = {k: v.astype(jnp.float32).mean() for k, v in window.latents.items()}
-        new, metrics, _ = super().update(state, window, noise + seen["made"] + seen["place"])
+        new, metrics, _ = super().update(state, window, noise)
+        new = new._replace(memory=new.memory + 0.01 * seen["made"] + 0.001 * seen["place"])
         wrong = (window.latents["place"] != position(window.obs["where"][:, :1])).sum()
         metrics |= {"torn": torn_across(window), "misplaced": wrong, "made": seen["made"]}
         return new, metrics, self.latents(window.obs["where"][:, 1:], state.updates + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import jax
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from deploy import local
-from deploy.config import EnvConfig, EvalConfig, RunConfig, make_agent
+from deploy.config import EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
+from replay_server.store import Store
 from telamon.agents.tdmpc2.agent import TDMPC2
-from telamon.data import ActionSpec, ArraySpec, EnvSpec, Schedule
+from telamon.data import ActionSpec, ArraySpec, EnvSpec, Schedule, TrainRatio
 from telamon.envs import counting
+from telamon.keys import Stream, stream
 from tests.harness import TINY, lines, probing, rows
-from tests.probe import acted, position
+from tests.probe import Probe, Remembering, acted, position
 
 UNEVEN = (3, 7, 5)
 SHORT = {"learns_terminations": True}
@@ -184,6 +187,91 @@ def test_nothing_is_due_while_nothing_can_be_sampled(monkeypatch, tmp_path):
     # what was missed is made up for as soon as the episode is appended: at the next observation
     assert updates[31] == seen[31] - 1 == 29
     assert run.counters.updates == 59
+
+
+# a train ratio, latents, reports
+
+
+@pytest.mark.parametrize(("num_envs", "first"), [(1, 8), (3, 14)])
+def test_a_train_ratio_owes_from_its_first_row_on(monkeypatch, tmp_path, num_envs, first):
+    # Windows of 4 rows and 5 of them wanted: with three environments the fifth comes with row 5 of environment 1.
+    plan = TrainRatio(0.5, start=5, window=4)
+    harness = probing(monkeypatch, num_envs=num_envs, lengths=UNEVEN, kind=Remembering, agent={"plan": plan})
+    made: list[int] = []
+    tick = local.Run.tick
+    monkeypatch.setattr(local.Run, "tick", lambda self: (made.append(self.counters.updates), tick(self))[1])
+    run = harness.run(tmp_path / "run")
+    due = [0 if rows < first else 1 + (rows - first) // 2 for rows in range(0, run.counters.rows + 1, num_envs)]
+    assert made == due[: len(made)]
+    assert run.counters.updates == due[-1]
+    # by the policy from the first row on, with the parameters that the rows before it led to
+    for held in rows(run):
+        updates, place, _ = acted(held["action"])
+        shown = ~held["is_last"]
+        np.testing.assert_array_equal(updates[shown], np.array(made)[shown])
+        np.testing.assert_array_equal(place[shown], position(held["obs/where"])[shown])
+    assert lines(tmp_path / "run")[-1]["learner/torn"] == 0
+
+
+@pytest.mark.parametrize("nan_share", [0.0, 0.4])
+def test_fresh_latents_reach_their_rows(monkeypatch, tmp_path, nan_share):
+    harness = probing(
+        monkeypatch, num_envs=3, lengths=UNEVEN, steps=120, kind=Remembering, agent={"nan_share": nan_share}
+    )  # fmt: skip
+    windows = []
+    sample = Store.sample
+    monkeypatch.setattr(Store, "sample", lambda *args: (windows.append(sample(*args)), windows[-1])[1])
+    run = harness.run(tmp_path / "run")
+    key = stream(run.config.seed, Stream.UPDATE)
+    held = rows(run)
+    expected = [np.zeros(len(h["reward"])) for h in held]
+    applied = 0
+    for i, window in enumerate(windows):
+        if float(run.agent.draw_update_noise(jax.random.fold_in(key, i))) < nan_share:
+            continue
+        applied += 1
+        for env, first in zip(window.env_id, window.first_row, strict=True):
+            expected[env][first + 1 : first + 4] = applied  # the context row keeps its own
+    assert applied == run.counters.updates - run.counters.skipped
+    assert (run.counters.skipped > 5) == (nan_share > 0)
+    for h, made in zip(held, expected, strict=True):
+        np.testing.assert_array_equal(h["latents/made"].astype(float), made)
+        np.testing.assert_array_equal(h["latents/place"], position(h["obs/where"]))
+        assert np.unique(made).size > 5
+    for line in lines(tmp_path / "run"):
+        assert line.get("learner/misplaced", 0) == 0
+
+
+@pytest.mark.parametrize("kind", [Probe, Remembering])
+def test_a_report_touches_nothing_of_training(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(local.openloop, "show", lambda *args: set())
+    harness = probing(monkeypatch, num_envs=2, lengths=UNEVEN, steps=120, kind=kind)
+    without = harness.run(tmp_path / "without", report=ReportConfig(every=0))
+    for every in (15, 40):
+        run = harness.run(tmp_path / str(every), report=ReportConfig(every=every))
+        both = lines(tmp_path / str(every))
+        reports = [line for line in both if "report/torn" in line]
+        assert [line for line in both if "report/torn" not in line] == lines(tmp_path / "without")
+        assert all(line["report/torn"] == 0 for line in reports)
+        # from the first update on, at the first step at or behind each multiple
+        first = next(line["step"] for line in both if "loss/bad_loss" in line)
+        assert len(reports) in (120 // every - first // every, 120 // every - first // every + 1)
+        assert all(line["step"] % every < 2 for line in reports[1:])
+        assert len({line["report/noise"] for line in reports}) == len(reports)
+        for a, b in zip(jax.tree.leaves(run.state), jax.tree.leaves(without.state), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_report_leaves_pictures_and_says_once_what_it_cannot_draw(monkeypatch, tmp_path, caplog):
+    harness = probing(monkeypatch, kind=Remembering, report=ReportConfig(every=20, keep=1))
+    harness.run(tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run" / "report").iterdir()] == ["openloop-where-000000000060.png"]
+    assert "report_incomplete" not in caplog.text
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = harness.run(tmp_path / "without")
+    assert run.progress.reported == 60
+    (said,) = [r.getMessage() for r in caplog.records if "event=report_incomplete" in r.getMessage()]
+    assert "pip install 'telamon[plot]'" in said
 
 
 def test_lines_of_losses_are_evenly_spaced(monkeypatch, tmp_path):

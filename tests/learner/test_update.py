@@ -11,7 +11,7 @@ import pytest
 
 from learner import update
 from telamon.data import ActionSpec, EnvSpec, Schedule, Window
-from tests.probe import ACTION_SIZE, Probe, State
+from tests.probe import ACTION_SIZE, Probe, Remembering, State
 
 KEY = jax.random.key(5)
 AGENT = Probe(EnvSpec("x:y", (), ActionSpec((ACTION_SIZE,)), 7), Schedule("transitions", 0))
@@ -112,3 +112,37 @@ def test_nothing_is_compiled_twice(step):
     for index in range(3):
         state, _, _ = step(state, window(), KEY, np.uint32(index))
     assert step._cache_size() == 1
+
+
+def remembered(first: float = 1.0) -> Window:
+    flags = np.zeros((4, 4), bool)
+    where = np.broadcast_to(np.stack([np.zeros(4), np.zeros(4), first + np.arange(4)], -1), (4, 4, 3))
+    latents = {"made": np.zeros((4, 1), jnp.bfloat16), "place": np.full((4, 1), first, np.float32)}
+    return Window(
+        env_id=np.zeros(4, np.int32), first_row=np.arange(4), obs={"where": where.astype(np.float32)},
+        reward=np.zeros((4, 4), np.float32), is_first=flags | (np.arange(4) == 0), is_last=flags, is_terminal=flags,
+        action=np.zeros((4, 4, ACTION_SIZE), np.float32), latents=latents,
+    )  # fmt: skip
+
+
+def test_latents_come_back_for_the_rows_behind_the_context():
+    agent = Remembering(AGENT.env, AGENT.plan)
+    _, metrics, latents = update.make_update(agent)(update.init(agent, KEY), remembered(), KEY, np.uint32(0))
+    assert (float(metrics["torn"]), float(metrics["misplaced"])) == (0, 0)
+    assert latents["made"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(latents["made"], np.float32), np.ones((4, 3)))
+    np.testing.assert_array_equal(latents["place"], np.tile([2, 3, 4], (4, 1)))
+
+
+def test_a_report_is_the_agents_own_and_changes_nothing():
+    agent = Remembering(AGENT.env, AGENT.plan)
+    state = update.init(agent, KEY)
+    before = values(state)
+    look = update.make_report(agent)
+    found = look(state, remembered(), KEY)
+    expected = agent.report(state.train, remembered(), agent.draw_report_noise(KEY))
+    assert list(found.losses) == list(expected.losses)
+    assert {k: float(v) for k, v in found.losses.items()} == {k: float(v) for k, v in expected.losses.items()}
+    np.testing.assert_allclose(found.open_loop["where"].prediction, expected.open_loop["where"].prediction)
+    assert float(look(state, remembered(), jax.random.key(6)).losses["noise"]) != float(found.losses["noise"])
+    assert values(state) == before

@@ -185,3 +185,14 @@ def test_reader_names_a_damaged_line(tmp_path, damage):
 def test_reader_says_where_it_looked(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no metrics\.jsonl"):
         read_metrics(tmp_path)
+
+
+def test_pictures_go_to_tensorboard_alone(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_image(30, "report/camera", b"a picture", (48, 64))
+    assert read_metrics(tmp_path) == []
+    (found,) = [(e.step, v) for e in events(tmp_path) for v in e.summary.value]
+    step, value = found
+    assert (step, value.tag) == (30, "report/camera")
+    image = value.image
+    assert (image.height, image.width, image.colorspace, image.encoded_image_string) == (48, 64, 3, b"a picture")
