@@ -2,10 +2,14 @@
 
 `JaxEnv.reset` and `JaxEnv.step` are pure functions of one environment, which a jitted unroll may vmap and scan;
 `JaxEnvs` drives them from the host, with one exchange of arrays per tick.
+
+Grids [height, width, channels], as MinAtar's games give them, are too small for a convolutional network that halves an
+image four times. They are observed as flat vectors, or, with the option `image`, as enlarged pictures.
 """
 
 from __future__ import annotations
 
+import colorsys
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,10 +27,12 @@ from gymnax.environments.environment import Environment
 from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec
 from telamon.envs.base import Action, Bounds, EnvError, OnError, Step, UnknownEnv
 from telamon.envs.checks import (
+    IMAGE_SIZES,
     LOG_PREFIX,
     Guard,
     box_action,
     check_action,
+    check_option,
     obs_array,
     step_from_arrays,
     step_to_arrays,
@@ -105,17 +111,45 @@ class JaxEnv:
 
     def _obs(self, obs: Any) -> dict[str, jax.Array]:
         entries = obs if isinstance(obs, Mapping) else {BARE_KEY: obs}
-        return {key: entries[key].astype(array.dtype) for key, array in self.spec.obs}
+        return {key: _shown(entries[key], array) for key, array in self.spec.obs}
+
+
+def _shown(value: jax.Array, array: ArraySpec) -> jax.Array:
+    if array.dtype == "uint8" and value.dtype != jnp.uint8:
+        return picture(value, array.shape[0])
+    return value.reshape(array.shape).astype(array.dtype)
+
+
+def picture(grid: jax.Array, size: int) -> jax.Array:
+    """A grid [height, width] or [height, width, channels] of values in [0, 1] as a uint8 image [size, size, 3].
+
+    Cells are squares of (almost) equal sides. Each channel has its own hue, one alone is white; where several are lit,
+    the brightest of each primary colour shows.
+    """
+    grid = grid.reshape(*grid.shape[:2], -1)
+    height, width, channels = grid.shape
+    hues = [colorsys.hsv_to_rgb(i / channels, float(channels > 1), 1.0) for i in range(channels)]
+    lit = (grid[..., None] * jnp.asarray(hues, jnp.float32)[None, None]).max(axis=2)
+    pixels = np.arange(size)
+    lit = lit[pixels * height // size][:, pixels * width // size]
+    return jnp.rint(255 * lit.clip(0, 1)).astype(jnp.uint8)
 
 
 def _strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
 
-def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> JaxEnv:
-    """One gymnax environment; `kwargs` replace its default parameters. Raises UnknownEnv, EnvError."""
+def make_pure(
+    name: str, *, action_repeat: int | None = None, image: bool = False, size: int = 64, **kwargs: Any
+) -> JaxEnv:
+    """One gymnax environment; `image` and `size` as in `make`, `kwargs` replace its default parameters.
+
+    Raises UnknownEnv, EnvError.
+    """
     if name not in gymnax.registered_envs:
         raise UnknownEnv(name)
+    check_option("image", image, (False, True))
+    check_option("size", size, IMAGE_SIZES)
     if not hasattr(Environment, "is_truncated"):
         raise EnvError(
             f"gymnax {version('gymnax')} reports one 'done' for termination and time limit; install gymnax>=1.0, "
@@ -125,14 +159,14 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
     own = [f.name for f in fields(params)]
     unknown = next((k for k in kwargs if k not in own), None)
     if unknown is not None:
-        raise EnvError(f"it takes no option {unknown!r}, only {', '.join(own)}")
+        raise EnvError(f"it takes no option {unknown!r}, only image, size, {', '.join(own)}")
     params = params.replace(**kwargs)
     key = jax.random.key(0)
     repeat = 1 if action_repeat is None else action_repeat
     action_spec, bounds = _action_of(env.action_space(params))
     spec = EnvSpec(
         id=f"gymnax:{name}",
-        obs=_obs_of(env, params, key),
+        obs=_obs_of(env, params, key, size if image else None),
         action=action_spec,
         episode_length=math.ceil(params.max_steps_in_episode / repeat),
         action_repeat=repeat,
@@ -142,8 +176,11 @@ def make_pure(name: str, *, action_repeat: int | None = None, **kwargs: Any) -> 
     return pure
 
 
-def _obs_of(env: Any, params: Any, key: jax.Array) -> tuple[tuple[str, ArraySpec], ...]:
-    """The observation as tracing shows it (declared ones are not always right), in the environment's own key order."""
+def _obs_of(env: Any, params: Any, key: jax.Array, size: int | None) -> tuple[tuple[str, ArraySpec], ...]:
+    """The observation as tracing shows it (declared ones are not always right), in the environment's own key order.
+
+    size: pixels per side of the picture that a grid becomes; None for none.
+    """
     entries: dict[str, ArraySpec] = {}
     space = env.observation_space(params)
     declared = space.spaces if isinstance(space, spaces.Dict) else {BARE_KEY: space}
@@ -152,13 +189,32 @@ def _obs_of(env: Any, params: Any, key: jax.Array) -> tuple[tuple[str, ArraySpec
         obs, _ = env.reset_env(key, params)
         for name, value in (obs if isinstance(obs, Mapping) else {BARE_KEY: obs}).items():
             if not name.startswith(LOG_PREFIX):
-                said = declared[name]
-                quantity = jnp.issubdtype(said.dtype, jnp.floating)  # whatever its values are stored in
-                dtype = np.float32 if quantity else value.dtype
-                entries[name] = obs_array(name, value.shape, dtype, *_integer_bounds(said))
+                entries[name] = _array_of(name, value, declared[name], size)
 
     jax.eval_shape(reset, key)  # read from inside: a returned dict comes back with its keys sorted
     return tuple(entries.items())
+
+
+def _array_of(name: str, value: jax.Array, space: Any, size: int | None) -> ArraySpec:
+    if size is not None:
+        if value.ndim not in (2, 3):
+            raise EnvError(
+                f"observation {name!r} of shape {value.shape} is no grid to be shown; leave its option image"
+            )
+        if not (np.min(space.low) >= 0 and np.max(space.high) <= 1):
+            raise EnvError(
+                f"observation {name!r} lies in [{np.min(space.low):g}, {np.max(space.high):g}], and a grid is shown of "
+                "values in [0, 1]; leave its option image"
+            )
+        return ArraySpec((size, size, 3), "uint8")
+    flat = value.ndim > 2 and value.dtype != jnp.uint8
+    quantity = jnp.issubdtype(space.dtype, jnp.floating)  # whatever its values are stored in
+    return obs_array(
+        name,
+        (value.size,) if flat else value.shape,
+        np.float32 if quantity else value.dtype,
+        *_integer_bounds(space),
+    )
 
 
 def _integer_bounds(space: Any) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
@@ -199,7 +255,11 @@ def _check_stable(pure: JaxEnv, key: jax.Array) -> None:
 def make(
     name: str, num_envs: int, seed: int, *, action_repeat: int | None = None, on_error: OnError = "stop", **kwargs: Any
 ) -> JaxEnvs:
-    """A batch of one gymnax id; `kwargs` replace its default parameters. Raises UnknownEnv, EnvError."""
+    """A batch of one gymnax id. Raises UnknownEnv, EnvError.
+
+    kwargs: `image` (whether a grid is shown as a picture), `size` (its pixels per side, 64); the others replace the
+    environment's default parameters.
+    """
     return JaxEnvs(make_pure(name, action_repeat=action_repeat, **kwargs), num_envs, seed, on_error)
 
 

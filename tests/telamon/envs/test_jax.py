@@ -161,6 +161,67 @@ def test_a_jitted_unroll_of_the_pure_functions_gives_the_same_rows() -> None:
     assert np.asarray(later.is_last).sum() == 2 * 2
 
 
+def test_a_grid_is_a_flat_vector_or_a_picture() -> None:
+    flat, shown = (envs.make_pure("Breakout-MinAtar", **kw) for kw in ({}, {"image": True, "size": 80}))
+    assert flat.spec.obs == (("obs", ArraySpec((400,))),)
+    assert shown.spec.obs == (("obs", ArraySpec((80, 80, 3), "uint8")),)
+
+    @jax.jit
+    def seen(key: jax.Array) -> list[jax.Array]:
+        state, _ = flat.reset(key)
+        return [
+            flat.env.get_obs(state.inner),
+            *(pure.step(state, jnp.int32(0), key)[1].obs["obs"] for pure in (flat, shown)),
+            *(pure.reset(key)[1].obs["obs"] for pure in (flat, shown)),
+        ]
+
+    grid, vector, image, first_vector, first_image = seen(jax.random.key(0))
+    assert grid.shape == (10, 10, 4)
+    np.testing.assert_array_equal(first_vector, grid.reshape(400))
+    for lit, pixels in ((vector, image), (first_vector, first_image)):
+        assert (pixels.shape, pixels.dtype) == ((80, 80, 3), np.uint8)
+        assert 0 < lit.sum() < 400
+        np.testing.assert_array_equal(pixels[::8, ::8].any(-1), lit.reshape(10, 10, 4).any(-1))
+
+
+def test_a_grid_is_shown_cell_by_cell_in_a_colour_per_channel() -> None:
+    grid = np.zeros((2, 3, 3), np.float32)
+    grid[0, 0, 0] = grid[0, 1, 1] = grid[1, 2, 2] = 1
+    grid[1, 0] = [1, 0, 0.5]
+    picture = jax.jit(envs.picture, static_argnums=1)
+    shown = np.asarray(picture(grid, 6))
+    assert (shown.shape, shown.dtype) == ((6, 6, 3), np.uint8)
+    cells = [[[255, 0, 0], [0, 255, 0], [0, 0, 0]], [[255, 0, 128], [0, 0, 0], [0, 0, 255]]]
+    np.testing.assert_array_equal(shown, np.repeat(np.repeat(cells, 3, axis=0), 2, axis=1))
+    # one channel, or none, is white; ten have ten colours
+    np.testing.assert_array_equal(picture(np.eye(2, dtype=np.float32), 2), 255 * np.eye(2)[..., None].repeat(3, -1))
+    ten = np.asarray(picture(np.eye(10, dtype=np.float32).reshape(2, 5, 10), 10)).reshape(100, 3)
+    assert len(np.unique(ten, axis=0)) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("CartPole-v1", {"image": True}, r"observation 'obs' of shape \(4,\) is no grid to be shown"),
+        (
+            "Pong-misc",
+            {"image": True},
+            r"observation 'obs' lies in \[0, 2\], and a grid is shown of values in \[0, 1\]",
+        ),
+        ("Breakout-MinAtar", {"image": 1}, "its option image is 1; it takes False, True"),
+        ("Breakout-MinAtar", {"image": True, "size": 5}, "its option size is 5; it takes 16 to 480"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(name: str, option: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvError, match=f"gymnax:{name}: {message}"):
+        make_env(f"gymnax:{name}", 1, 0, **option)
+
+
+def test_an_integer_is_a_category_unless_it_is_declared_as_a_quantity() -> None:
+    assert make_env("gymnax:FrozenLake-misc", 1, 0).spec.obs == (("obs", ArraySpec((), "int32", 16)),)
+    assert make_env("gymnax:FourRooms-misc", 1, 0).spec.obs == (("obs", ArraySpec((4,), "float32")),)
+
+
 def test_there_is_no_picture() -> None:
     with pytest.raises(NotImplementedError, match="gives no pictures"):
         make_env("gymnax:Pendulum-v1", 1, 0).render()

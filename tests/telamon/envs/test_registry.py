@@ -113,7 +113,7 @@ def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str)
         ("dmc:walker-walk", "dm_control", "walk.* got an unexpected keyword argument 'nosuch'"),
         ("dmcpixels:walker-walk", "dm_control", "walk.* got an unexpected keyword argument 'nosuch'"),
         ("gym:Pendulum-v1", "gymnasium", "PendulumEnv.* got an unexpected keyword argument 'nosuch'"),
-        ("gymnax:Pendulum-v1", "gymnax", "it takes no option 'nosuch', only max_steps_in_episode, "),
+        ("gymnax:Pendulum-v1", "gymnax", "it takes no option 'nosuch', only image, size, max_steps_in_episode, "),
         ("envpool:Pendulum-v1", "envpool", ".* got an unexpected keyword argument 'nosuch'"),
         ("examples.point_mass_env:make_env", "gymnasium", ".* got an unexpected keyword argument 'nosuch'"),
     ],
