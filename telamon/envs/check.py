@@ -115,7 +115,8 @@ def to_text(report: Report) -> str:
     lines += [
         (
             "observation" if i == 0 else "",
-            f"{key:<{width}}  {a.dtype} {a.shape}  seen {report.obs[key].low:.4g} to {report.obs[key].high:.4g}",
+            f"{key:<{width}}  {a.dtype} {a.shape}{'' if a.classes is None else f' of {a.classes} classes'}  "
+            f"seen {report.obs[key].low:.4g} to {report.obs[key].high:.4g}",
         )
         for i, (key, a) in enumerate(spec.obs)
     ]
