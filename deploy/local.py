@@ -45,6 +45,8 @@ from telamon.telemetry.writer import MetricsWriter
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+SHORTEST = 4
+"""Agent steps per episode, on average, that a replay for a whole run is made for."""
 REPORTS = "report"
 """Where in a run directory the pictures of reports are."""
 
@@ -79,9 +81,10 @@ def capacity(config: RunConfig, agent: Agent) -> int:
     """Rows per environment: what the agent's preset keeps, or what the whole run can give, if that is less."""
     transitions = math.ceil(config.steps / agent.env.action_repeat / config.env.num)
     longest = agent.env.episode_length
-    # An episode has one row more than transitions. Truncations before the announced limit are not allowed for: they
-    # cost the oldest rows of a run's last part, where twice the memory would be the price of holding them.
-    shortest = 1 if longest is None or agent.learns_terminations else longest
+    # An episode has one row more than transitions. Truncations before the announced limit are not allowed for, nor
+    # terminations in less than SHORTEST steps on average: they cost the oldest rows of a run's last part, where twice
+    # the memory would be the price of holding them.
+    shortest = SHORTEST if longest is None or agent.learns_terminations else longest
     run = transitions + math.ceil(transitions / shortest) + 1
     return min(agent.capacity(config.env.num), max(run, agent.window_spec.length))
 

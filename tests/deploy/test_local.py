@@ -295,7 +295,7 @@ def spec_of(length: int | None) -> EnvSpec:
         (1000, 1, 50, False, 500 + 10 + 1),  # 500 transitions in 10 episodes
         (1001, 1, 50, False, 501 + 11 + 1),
         (1000, 4, 50, False, 125 + 3 + 1),
-        (1000, 1, 50, True, 500 + 500 + 1),  # an episode may end after one transition
+        (1000, 1, 50, True, 500 + 125 + 1),  # an episode may end after four transitions
         (2, 1, 50, False, 4),  # a window of 3 transitions at least
         (100_000_000, 1, 50, False, 51 * 20_000),  # the preset: a million transitions in whole episodes
     ],
