@@ -82,8 +82,8 @@ class Categorical(NamedTuple):
         return sum(each[1:], each[0])
 
     def randomness(self) -> jax.Array:
-        """Entropy [...] as a share of its greatest."""
-        return self.entropy() / sum(np.log(x.shape[-1]) for x in self.logits)
+        """Entropy [...] as a share of its greatest; 0 where there is no choice."""
+        return self.entropy() / (sum(math.log(x.shape[-1]) for x in self.logits) or 1.0)
 
 
 class BoundedNormal(NamedTuple):
@@ -150,7 +150,10 @@ def symlog_error(prediction: jax.Array, target: jax.Array, rank: int, floor: flo
 
 
 def categorical_error(logits: jax.Array, target: jax.Array, rank: int) -> jax.Array:
-    """-log softmax(logits)[target], summed over the last `rank` axes of the target: [..., C], int [...]."""
+    """-log softmax(logits)[target], summed over the last `rank` axes of the target: [..., C], int [...].
+
+    A target out of range, such as the -1 of a missing one, costs 0.
+    """
     logs = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
-    error = -jnp.take_along_axis(logs, target.astype(jnp.int32)[..., None], -1)[..., 0]
+    error = -(jax.nn.one_hot(target.astype(jnp.int32), logs.shape[-1]) * logs).sum(-1)
     return error.sum(tuple(range(error.ndim - rank, error.ndim)))

@@ -55,4 +55,4 @@ def norm(x: jax.Array) -> jax.Array:
 
 def global_norm(tree: Any) -> jax.Array:
     """L2 norm of all elements of all leaves, []."""
-    return jnp.asarray(optax.global_norm(tree))
+    return jnp.asarray(optax.tree.norm(tree))
