@@ -32,6 +32,7 @@ BACKENDS = {
     "dmcpixels": Backend("telamon.envs.dmcpixels", "dmc", "dmcpixels:walker-walk"),
     "atari": Backend("telamon.envs.atari", "atari", "atari:pong"),
     "gym": Backend("telamon.envs.gym", "gym", "gym:Pendulum-v1"),
+    "crafter": Backend("telamon.envs.crafter", "crafter", "crafter:reward"),
     "gymnax": Backend("telamon.envs.jax", "jaxenvs", "gymnax:Pendulum-v1"),
     "envpool": Backend("telamon.envs.envpool", "envpool", "envpool:CartpoleSwingup-v1"),
     "counting": Backend("telamon.envs.counting", None, "counting:continuous"),

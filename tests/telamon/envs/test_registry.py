@@ -15,10 +15,13 @@ from telamon.envs.base import EnvError
 from telamon.envs.registry import BACKENDS, find_callable, list_envs, make_env
 
 
+LIBRARIES = {"dm_control", "mujoco", "gymnasium", "ale_py", "crafter", "gymnax", "envpool"}
+
+
 def test_no_environment_library_is_loaded_before_it_is_asked_for() -> None:
     code = (
         "import sys; import telamon.envs.registry as r; r.make_env('counting:continuous', 1, 0);"
-        "print([m for m in ('dm_control', 'mujoco', 'gymnasium', 'ale_py', 'gymnax', 'envpool') if m in sys.modules])"
+        f"print([m for m in {sorted(LIBRARIES)} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -65,15 +68,14 @@ def test_missing_libraries_are_listed_as_such(monkeypatch: pytest.MonkeyPatch) -
 
 def _without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with the core alone."""
-    libraries = {"dm_control", "mujoco", "gymnasium", "ale_py", "gymnax", "envpool"}
     adapters = {b.module for b in BACKENDS.values() if b.extra}
     for name in list(sys.modules):
-        if name.partition(".")[0] in libraries or name in adapters:
+        if name.partition(".")[0] in LIBRARIES or name in adapters:
             monkeypatch.delitem(sys.modules, name)
     real = builtins.__import__
 
     def fake(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] in libraries:
+        if name.partition(".")[0] in LIBRARIES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
@@ -110,6 +112,7 @@ def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str)
             "it takes no option 'nosuch', only lengths, terminate_every, action_size, ",
         ),
         ("atari:pong", "ale_py", "it takes no option 'nosuch', only size, gray, sticky, actions, noops, limit, "),
+        ("crafter:reward", "crafter", "it takes no option 'nosuch', only size"),
         ("dmc:walker-walk", "dm_control", "walk.* got an unexpected keyword argument 'nosuch'"),
         ("dmcpixels:walker-walk", "dm_control", "walk.* got an unexpected keyword argument 'nosuch'"),
         ("gym:Pendulum-v1", "gymnasium", "PendulumEnv.* got an unexpected keyword argument 'nosuch'"),
