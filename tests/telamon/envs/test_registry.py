@@ -14,7 +14,6 @@ import pytest
 from telamon.envs.base import EnvError
 from telamon.envs.registry import BACKENDS, find_callable, list_envs, make_env
 
-
 LIBRARIES = {"dm_control", "mujoco", "gymnasium", "ale_py", "crafter", "gymnax", "envpool"}
 
 
