@@ -170,7 +170,15 @@ class DreamerV3:
         )  # fmt: skip
 
     def schedule(self, num_envs: int) -> TrainRatio:
-        """train_ratio / (B T) updates per row, once as many windows can be sampled as the recipe asks for."""
+        """train_ratio / (B T) updates per row, once as many windows can be sampled as the recipe asks for.
+
+        Raises ValueError where the replay never holds as many.
+        """
+        if self.config.buffer_size < self.config.start_windows:
+            raise ValueError(
+                f"agent.buffer_size={self.config.buffer_size} must be at least {self.config.start_windows}, the windows "
+                "at which training starts"
+            )
         return TrainRatio(self.config.updates_per_row, self.config.start_windows, self.window_spec.length)
 
     def capacity(self, num_envs: int) -> int:
