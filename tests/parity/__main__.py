@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from tests.parity import blocks, plan, update
+from tests.parity import blocks, clock, dreamerv3_blocks, dreamerv3_nets, dreamerv3_update, plan, replay, update
 from tests.parity.fixture import Fixture, Refused, load
 from tests.parity.report import Line
 
@@ -21,6 +21,11 @@ SCHEMES = (
     (re.compile(r"u\d+/"), update.check),
     (re.compile(r"c\d+/"), plan.check),
     (re.compile(rf"({'|'.join(blocks.GROUPS)})/"), blocks.check),
+    (re.compile(rf"({'|'.join(dreamerv3_blocks.GROUPS)})/"), dreamerv3_blocks.check),
+    (re.compile(r"out/"), dreamerv3_nets.check),
+    (re.compile(r"(loss/u|opt/)\d+/"), dreamerv3_update.check),
+    (re.compile(r"sample/rowid"), replay.check),
+    (re.compile(r"clock\d+/"), clock.check),
 )
 """What a key looks like -> the check of all keys like it."""
 

@@ -85,19 +85,28 @@ class Fixture(Mapping[str, np.ndarray]):
         """{group: number of arrays} of all that was not read."""
         groups: dict[str, int] = {}
         for key in self._arrays.keys() - self.read:
-            depth = 2 if re.match(r"(cfg|u\d+|c\d+)/", key) else 1
+            depth = 2 if re.match(r"(cfg|u\d+|c\d+|config|data|in|out|inter)/", key) else 1
             group = "/".join(key.split("/")[:depth]) + ("/*" if key.count("/") >= depth else "")
             groups[group] = groups.get(group, 0) + 1
         return dict(sorted(groups.items()))
 
 
 def load(path: Path) -> Fixture:
-    """Reads all arrays. Raises Refused for what is no .npz file of numbers."""
+    """All arrays of a file, with those of NAME_opt.npz where that lies beside it.
+
+    Raises Refused for what is no .npz file of numbers.
+    """
+    beside = path.with_name(f"{path.stem}_opt.npz")
+    return Fixture(path, arrays(path) | (arrays(beside) if beside.is_file() else {}))
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    """{key: array}. Raises Refused for what is no .npz file of numbers."""
     if not path.is_file():
         raise Refused(f"{path} does not exist or is no file")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return Fixture(path, {key: archive[key] for key in archive.files})
+            return {key: archive[key] for key in archive.files}
     except (AttributeError, EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise Refused(f"{path} is no .npz file of plain numbers ({error})") from error
 

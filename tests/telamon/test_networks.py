@@ -19,6 +19,7 @@ from telamon.networks import (
     mish,
     norm_layer,
     normal,
+    rms_norm,
     truncated_normal_fan_in,
 )
 
@@ -90,6 +91,20 @@ def test_flax_rms_norm_left_to_itself_would_widen_bf16():
     default = nn.RMSNorm()
     x = jnp.ones((2, 4), jnp.bfloat16)
     assert default.apply(default.init(KEY, x), x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rms_norm_as_a_function_of_its_scale_is_the_layer(dtype):
+    x = (3 * jax.random.normal(KEY, (2, 5, 64))).astype(dtype)
+    scale = jax.random.normal(jax.random.key(1), (64,))
+    layer = norm_layer("rms", 1e-4, dtype).apply({"params": {"scale": scale}}, x)
+    ours = rms_norm(x, scale, 1e-4)
+    assert ours.dtype == dtype
+    rtol = 1e-6 if dtype == jnp.float32 else 0.01
+    np.testing.assert_allclose(ours.astype(jnp.float32), layer.astype(jnp.float32), rtol=rtol)
+    np.testing.assert_allclose(
+        rms_norm(jnp.array([1.0, 2, 3, 4]), jnp.ones(4), 1e-4), [0.36514595, 0.7302919, 1.0954379, 1.4605838], rtol=1e-6
+    )
 
 
 # B4: activations

@@ -176,8 +176,8 @@ class DreamerV3:
         """
         if self.config.buffer_size < self.config.start_windows:
             raise ValueError(
-                f"agent.buffer_size={self.config.buffer_size} must be at least {self.config.start_windows}, the windows "
-                "at which training starts"
+                f"agent.buffer_size={self.config.buffer_size} is below {self.config.start_windows}, the windows "
+                "at which training starts; raise it"
             )
         return TrainRatio(self.config.updates_per_row, self.config.start_windows, self.window_spec.length)
 

@@ -47,13 +47,14 @@ MIXED = EnvSpec(
 )
 
 SIZES: dict[str, Any] = dict(
-    units=8, hidden=8, deter=16, stoch=2, classes=4, blocks=4, layers=2, num_bins=11, depth=2, mults=(1, 2), bspace=2,
-    batch_size=3, batch_length=6, imag_length=4, report_length=5, free_nats=0.2,
+    units=8, hidden=8, deter=16, stoch=2, classes=4, blocks=4, layers=1, num_bins=11, depth=2, mults=(1, 2), bspace=2,
+    batch_size=3, batch_length=6, imag_length=4, report_length=5, free_nats=0.35,
+    warmup=0, lr=0.01,
 )  # fmt: skip
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+init = jit(DreamerV3.init, static_argnums=0)
 update = jit(DreamerV3.update, static_argnums=0)
-detailed_update = jit(DreamerV3.update_with_intermediates, static_argnums=0)
 act = jit(DreamerV3.act, static_argnums=0, static_argnames="mode")
 report = jit(DreamerV3.report, static_argnums=0)
 act_noise = jit(DreamerV3.draw_act_noise, static_argnums=(0, 2))
@@ -101,6 +102,12 @@ def state(of: DreamerV3, seed: int = 0) -> TrainState:
     return of.start(params(of, seed), params(of, seed + 1)["val"])._replace(
         norm=PercentileRange(jnp.float32(0.5), jnp.float32(2.5))
     )
+
+
+@cache
+def fresh(of: DreamerV3, seed: int = 0) -> TrainState:
+    """A state as a run begins with it."""
+    return init(of, jax.random.key(seed))
 
 
 def values(array: ArraySpec, lead: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
