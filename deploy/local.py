@@ -470,6 +470,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         stack.callback(env.close)
         agent = make_agent(config, env.spec)
         predicted = memory(config, agent)
+        agent.schedule(config.env.num)  # refuses what could never start, before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         configs.save(config, run_dir)
         setup_logging(run_dir)

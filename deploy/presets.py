@@ -143,11 +143,11 @@ DREAMERV3_TASKS = {
     "crafter": Preset(
         """Crafter, one environment, 1 million steps
 
-        telamon train dreamerv3 ENV --preset crafter with an ENV of 64 x 64 x 3 pixels.
+        telamon train dreamerv3 crafter:reward --preset crafter
         Score: no curve is shipped. Cost: an update every 2 rows, 500,000 for 1,000,000 steps, at size200m.
         """,
-        {"steps": 1_100_000, "env.num": 1, "env.action_repeat": 1, **_size("size200m"), "agent.train_ratio": 512.0,
-         **BFLOAT16},
+        {"steps": 1_100_000, "env.num": 1, "env.action_repeat": 1, "env.options.size": 64, **_size("size200m"),
+         "agent.train_ratio": 512.0, **BFLOAT16},
     ),
     "bsuite": Preset(
         """bsuite: one environment, an update per row; steps stay yours

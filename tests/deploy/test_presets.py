@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,6 +13,7 @@ from deploy.presets import PRESETS
 from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.agents.tdmpc2.config import PRESETS as TDMPC2_SIZES
 from telamon.agents.tdmpc2.config import TDMPC2Config
+from telamon.envs.registry import load
 
 FRESH = {name: RunConfig(name, "x:y", agent=algorithm.config()) for name, algorithm in ALGORITHMS.items()}
 LATEST = {name: replace(config, agent=replace(config.agent, recipe="latest")) for name, config in FRESH.items()}
@@ -71,6 +73,16 @@ def test_tasks_are_set_as_officially(name):
         assert (c.steps // repeat, c.env.num, repeat, c.agent.train_ratio, c.agent.units) == expected
         assert c.agent.dtype == "bfloat16"
         assert (c.agent.batch_size, c.agent.batch_length, c.agent.context) == (16, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("dmc_vision", "dmcpixels"), ("atari", "atari"), ("atari100k", "atari"), ("crafter", "crafter")],
+)
+def test_options_are_those_of_the_environments(name, backend):
+    given = presets.apply(LATEST["dreamerv3"], [name]).env.options
+    assert given
+    assert set(given) <= set(inspect.signature(load(backend).make).parameters)
 
 
 def test_every_task_preset_says_command_score_and_cost():

@@ -16,6 +16,7 @@ from rich.console import Console
 from deploy import local
 from deploy.config import CheckpointConfig, EnvConfig, EvalConfig, RunConfig
 from learner import checkpoint
+from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.envs.base import EnvError
 from telamon.envs.counting import Fault
 from telamon.keys import Stream, stream
@@ -144,6 +145,7 @@ TRAIN = RunConfig(
         ({"env": EnvConfig(action_repeat=0)}, "env.action_repeat is 0; it must be at least 1"),
         ({"memory_limit": 1e-4, "steps": 10**7}, "agent.buffer_size=[0-9]+ is the largest that fits"),
         ({"memory_limit": 1e-9}, "no agent.buffer_size fits, or raise memory_limit"),
+        ({"algorithm": "dreamerv3", "agent": DreamerV3Config(buffer_size=15)}, "agent.buffer_size=15 is below 16, "),
     ],
     ids=lambda value: "-".join(f"{k}={v}"[:30] for k, v in value.items()) if isinstance(value, dict) else None,
 )  # fmt: skip
