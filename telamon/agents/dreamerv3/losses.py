@@ -10,6 +10,7 @@ K bins.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -277,7 +278,7 @@ def loss(
     replayed = replay_value(params, slow, nets, model.posterior, batch, boot)
 
     terms = {**model.losses, **acting.losses, "repval": replayed.loss}
-    means = {name: term.mean() for name, term in terms.items()}
+    means = OrderedDict((name, term.mean()) for name, term in terms.items())  # a dict would come back sorted
     weighted = {name: getattr(c.loss_scales, name.partition("/")[0]) * mean for name, mean in means.items()}
     return total(weighted), Found(model, imagined, acting, replayed, means)
 
