@@ -207,7 +207,7 @@ DREAMERV3_TASKS = {
     "laptop": Preset(
         """small tasks in minutes to hours on two CPU cores: size1m, 16 environments, float32
 
-        telamon train dreamerv3 gymnax:CartPole-v1 --preset laptop --steps 20000
+        telamon train dreamerv3 gymnax:CartPole-v1 --preset laptop --steps 24000
         Score and cost: bench/results.md. No published result was made with it.
         """,
         {**SIXTEEN, **_size("size1m"), "agent.batch_size": 16, "agent.batch_length": 64, "agent.train_ratio": 512.0,
