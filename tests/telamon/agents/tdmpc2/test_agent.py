@@ -250,8 +250,9 @@ def test_a_report_gives_the_losses_of_an_update():
     state = tiny.state(agent)
     reported = tiny.jit(agent.report)(state, rows, noise)
     _, metrics, _ = tiny.update(agent, state, agent.batch(rows), noise)
-    assert set(reported) == {"consistency_loss", "reward_loss", "value_loss", "total_loss"}
-    for name, value in reported.items():
+    assert set(reported.losses) == {"consistency_loss", "reward_loss", "value_loss", "total_loss"}
+    assert not reported.open_loop
+    for name, value in reported.losses.items():
         np.testing.assert_allclose(value, metrics[name], rtol=1e-6)
 
 
