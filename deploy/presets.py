@@ -84,8 +84,8 @@ TDMPC2 = {
 DREAMERV3_SIZES = {
     name: Preset(f"a size of the agent alone, width {width}", _size(name)) for name, width in WIDTHS.items()
 }
-"""Named by the parameters of an image model. Cost on two CPU cores: the official code takes about 4.5 s per update at
-size12m on vectors; ours is in bench/results.md."""
+"""Named by the parameters of an image model. Cost on two CPU cores, on vectors: 0.25 to 0.4 s per update at size1m, 1.85 s
+at size12m (bench/results.md)."""
 
 DREAMERV3_TASKS = {
     "dmc_proprio": Preset(
@@ -95,7 +95,8 @@ DREAMERV3_TASKS = {
         Score (recipe paper; published training returns, mean over 18 tasks of 5 seeds): 675 at 250,000 environment
         steps, 758 at 490,000; walker-walk 890 and 881, cartpole-swingup 840 and 856 (`telamon plot --reference
         dreamerv3`).
-        Cost: an update every 2 rows, 125,000 for 500,000 environment steps: 6.5 days on two CPU cores at 4.5 s each.
+        Cost: an update every 2 rows, 125,000 for 500,000 environment steps: 64 hours on two CPU cores at 1.85 s each
+        (float32; extrapolated).
         """,
         {"steps": 600_000, **SIXTEEN, "env.action_repeat": 2, **_size("size12m"), "agent.train_ratio": 512.0,
          **BFLOAT16},
