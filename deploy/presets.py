@@ -84,8 +84,8 @@ TDMPC2 = {
 DREAMERV3_SIZES = {
     name: Preset(f"a size of the agent alone, width {width}", _size(name)) for name, width in WIDTHS.items()
 }
-"""Named by the parameters of an image model. Cost on two CPU cores, on vectors: 0.25 to 0.4 s per update at size1m, 1.85 s
-at size12m (bench/results.md)."""
+"""Named by the parameters of an image model. Cost of an update on two CPU cores, on vectors: 0.25 to 0.4 s at size1m,
+1.85 s at size12m (bench/results.md)."""
 
 DREAMERV3_TASKS = {
     "dmc_proprio": Preset(
