@@ -7,7 +7,7 @@ Parameters are always float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import flax.linen as nn
 import jax
@@ -173,3 +173,8 @@ class NormedMLP(nn.Module):
 def ema(target: Tree, online: Tree, rate: float) -> Tree:
     """target + rate (online - target), leaf by leaf, norms and biases included."""
     return jax.tree.map(lambda t, o: t + rate * (o - t), target, online)
+
+
+def param_count(params: Any) -> int:
+    """Number of scalars in a tree."""
+    return sum(x.size for x in jax.tree.leaves(params))

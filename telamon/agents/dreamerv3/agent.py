@@ -31,7 +31,7 @@ from telamon.agents.dreamerv3.networks import (
 from telamon.agents.dreamerv3.rssm import RSSM, State
 from telamon.data import BARE_ACTION, ActionSpec, ArraySpec, EnvSpec, RowSpec, TrainRatio, Window, WindowSpec
 from telamon.networks import ema
-from telamon.normalizers import PercentileRange, ReturnNormalizer
+from telamon.normalizers import PercentileRange
 
 REPORT_WINDOWS = 6
 """Most windows of an open-loop prediction."""
@@ -195,7 +195,11 @@ class DreamerV3:
     def start(self, params: Params, slow: Params) -> TrainState:
         """Given parameters, imported ones for example, before their first update."""
         return TrainState(
-            params, slow, optim.make(self.config).init(params), ReturnNormalizer().init(), jnp.zeros((), jnp.int32)
+            params,
+            slow,
+            optim.make(self.config).init(params),
+            losses.normalizer(self.config).init(),
+            jnp.zeros((), jnp.int32),
         )
 
     def acting_params(self, state: TrainState) -> Params:

@@ -203,9 +203,8 @@ def actor_critic(
     weight = sg(jnp.cumprod(continuation, 0)[:-1])
     lam = jnp.full_like(reward, c.lam)
     returns = lambda_returns(reward, continuation[1:], value[1:], lam)
-    normalizer = ReturnNormalizer(c.return_rate, floor=c.return_floor)
-    norm = normalizer.update(norm, returns)
-    advantage = sg((returns - value[:-1]) / normalizer.scale(norm))
+    norm = normalizer(c).update(norm, returns)
+    advantage = sg((returns - value[:-1]) / normalizer(c).scale(norm))
 
     policy = nets.policy(params, feature)
     log_prob = total({key: policy[key].log_prob(imagined.action[key]) for key, _ in nets.actions})
@@ -218,6 +217,11 @@ def actor_critic(
     return ActorCritic(
         reward, continuation, value, slow_value, returns, log_prob, entropy, randomness, advantage, norm, losses
     )
+
+
+def normalizer(config: DreamerV3Config) -> ReturnNormalizer:
+    """Of the returns that advantages are divided by."""
+    return ReturnNormalizer(config.return_rate, floor=config.return_floor)
 
 
 def replay_value(
@@ -302,8 +306,7 @@ def total(terms: Mapping[str, jax.Array]) -> jax.Array:
 def statistics(found: Found, config: DreamerV3Config) -> dict[str, jax.Array]:
     """The reference's scalars beside the losses: entropies, returns, values."""
     model, acting = found.model, found.actor_critic
-    scale = jnp.maximum(config.return_floor, acting.norm.high - acting.norm.low)
-    scaled_returns = (acting.returns - acting.norm.low) / scale
+    scaled_returns = (acting.returns - acting.norm.low) / normalizer(config).scale(acting.norm)
     return {
         "dyn_ent": latent_entropy(model.prior_logits, config.unimix).mean(),
         "rep_ent": latent_entropy(model.posterior.logits, config.unimix).mean(),

@@ -395,8 +395,3 @@ class Networks:
 def merged(x: jax.Array, lead: int) -> jax.Array:
     """`lead` leading axes as one."""
     return x.reshape(-1, *x.shape[lead:])
-
-
-def param_count(params: Params) -> int:
-    """Number of scalars in a tree."""
-    return sum(x.size for x in jax.tree.leaves(params))

@@ -105,8 +105,3 @@ class Networks:
 def bounded_log_std(raw: jax.Array, low: float, high: float) -> jax.Array:
     """low + (high - low) (tanh(raw) + 1) / 2: the log standard deviation stays in (low, high)."""
     return low + 0.5 * (high - low) * (jnp.tanh(raw) + 1)
-
-
-def param_count(params: Params) -> int:
-    """Number of scalars in a tree."""
-    return sum(x.size for x in jax.tree.leaves(params))

@@ -10,8 +10,8 @@ import pytest
 
 from telamon.agents.dreamerv3.agent import DreamerV3
 from telamon.agents.dreamerv3.config import RECIPES, WIDTHS, DreamerV3Config, LossScales, size
-from telamon.agents.dreamerv3.networks import param_count
 from telamon.data import ActionSpec, ArraySpec, EnvSpec
+from telamon.networks import param_count
 from tests.telamon.agents.dreamerv3 import tiny
 
 WALKER = EnvSpec(

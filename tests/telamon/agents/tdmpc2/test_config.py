@@ -7,8 +7,8 @@ import pytest
 
 from telamon.agents.tdmpc2.agent import TDMPC2
 from telamon.agents.tdmpc2.config import PRESETS, RECIPES, TDMPC2Config, discount
-from telamon.agents.tdmpc2.networks import param_count
 from telamon.data import ActionSpec, ArraySpec, EnvSpec
+from telamon.networks import param_count
 from tests.telamon.agents.tdmpc2 import tiny
 
 
