@@ -47,7 +47,7 @@ clean:
 
 .venv/test.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	@echo 'Installing Telamon and what its tests need into .venv; this takes a minute or two, once.'
-	$(INSTALL) --editable '.[dmc,gym,atari,crafter,jaxenvs,envpool,plot,video,dev]'
+	$(INSTALL) --editable '.[dmc,gym,atari,crafter,jaxenvs,envpool,plot,video,service,dev]'
 	@touch $@
 
 .venv/made.stamp:

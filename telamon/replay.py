@@ -5,10 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from telamon.data import Rows, Window, WriteBack
+from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack
 
 Purpose = Literal["train", "report"]
 """What windows are for: an update, or a look that must change nothing."""
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What a replay service is told of a table."""
+
+    row: RowSpec
+    window: WindowSpec
+    capacity: int
+    """Rows per environment."""
+    max_envs: int
+    """Environments that may join while it runs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full table."""
+        return self.row.nbytes * self.capacity * self.max_envs
+
+
+class StreamSuperseded(RuntimeError):
+    """Another writer has opened this stream, or the table was restored: this epoch is over."""
+
+
+class TickGap(RuntimeError):
+    """Ticks are missing before the one that was sent."""
 
 
 @dataclass(frozen=True)
