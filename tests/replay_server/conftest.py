@@ -1,139 +1,29 @@
-"""A store beside the plainest model of it: lists of every row that was ever appended."""
+"""An embedded store beside the model of it, for the tests of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import zip_longest
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from replay_server.store import Store
-from telamon.data import ArraySpec, Rows, RowSpec, Window, WindowSpec, WriteBack
-
-Flags = tuple[bool, bool]  # is_first, is_last
-
-ROW = RowSpec(
-    obs=(("where", ArraySpec((2,), "int64")), ("scalar", ArraySpec(()))),
-    action=ArraySpec((1,)),
-    latents=(("version", ArraySpec((), "int32")), ("wide", ArraySpec((2, 3), "bfloat16"))),
-)
+from telamon.data import RowSpec, WindowSpec
+from tests.replay_server import model
 
 
-class Table:
-    """A store whose rows say their own environment and number, and the flags of all of them since the beginning."""
+class Table(model.Tracked):
+    """A store whose rows say their own environment and number."""
+
+    rows = staticmethod(model.rows_of)
+    latents = staticmethod(model.latents_of)
 
     def __init__(
         self, window: WindowSpec, num_envs: int, capacity: int, seed: int = 0, directory: Path | None = None
     ) -> None:
-        self.window = window
-        self.capacity = capacity
-        self.store = Store(ROW, window, num_envs, capacity, np.random.default_rng(seed), directory)
-        self.flags: list[list[Flags]] = [[] for _ in range(num_envs)]
-
-    def tick(self, flags: Mapping[int, Flags]) -> None:
-        """Appends one row to each environment named."""
-        env = np.array(list(flags), np.int32)
-        row = np.array([len(self.flags[e]) for e in flags])
-        self.store.append(self.rows(env, row, *np.array(list(flags.values())).T))
-        for e, f in flags.items():
-            self.flags[e].append(f)
-
-    @staticmethod
-    def rows(env: np.ndarray, row: np.ndarray, is_first: np.ndarray, is_last: np.ndarray) -> Rows:
-        return Rows(
-            env_id=env,
-            obs={"where": np.stack([env, row], -1).astype(np.int64), "scalar": (7 * row).astype(np.float32)},
-            reward=(1000 * env + row).astype(np.float32),
-            is_first=is_first,
-            is_last=is_last,
-            is_terminal=is_last & (row % 2 == 0),
-            action=-row[:, None].astype(np.float32),
-            latents={
-                "version": np.zeros(env.size, np.int32),
-                "wide": np.broadcast_to(row[:, None, None] % 256, (env.size, 2, 3)).astype(ml_dtypes.bfloat16),
-            },
-        )
-
-    @staticmethod
-    def latents(env: np.ndarray, row: np.ndarray, version: np.ndarray) -> WriteBack:
-        """New latents for rows: `version` in both columns."""
-        wide = np.broadcast_to(version[:, None, None], (version.size, 2, 3)).astype(ml_dtypes.bfloat16)
-        return WriteBack(
-            env.astype(np.int32), row.astype(np.int64), {"version": version.astype(np.int32), "wide": wide}
-        )
-
-    def tail(self, env: int) -> int:
-        return max(0, len(self.flags[env]) - self.capacity)
-
-    def episodes(self) -> list[tuple[int, range]]:
-        """(environment, rows) of every closed episode that is wholly held, by walking over all rows ever appended."""
-        found = []
-        for env, flags in enumerate(self.flags):
-            begins = [row for row, (is_first, _) in enumerate(flags) if is_first]
-            for i, begin in enumerate(begins):
-                end = begins[i + 1] if i + 1 < len(begins) else len(flags)
-                closed = i + 1 < len(begins) or flags[-1][1]
-                if closed and begin >= self.tail(env):
-                    found.append((env, range(begin, end)))
-        return found
-
-    def choices(self) -> list[list[tuple[int, int]]]:
-        """The declared distribution of (environment, first row): uniform over the lists, then inside the list."""
-        length, shift = self.window.length, 1 if self.window.last_start else 0
-        if self.window.start == "windows":
-            held = [(e, range(self.tail(e), len(flags))) for e, flags in enumerate(self.flags)]
-            return [[(e, first)] for e, rows in held for first in rows[: max(0, len(rows) - length + 1)]]
-        starts = [[(e, first) for first in rows[: max(0, len(rows) - length + shift)]] for e, rows in self.episodes()]
-        return [s for s in starts if s]
-
-    def check(self, window: Window) -> None:
-        """Every value is that of consecutive rows of one environment, and of one episode if required."""
-        env, row = window.env_id[:, None], window.first_row[:, None] + np.arange(self.window.length)
-        assert window.env_id.dtype == np.int32
-        assert window.first_row.dtype == np.int64
-        np.testing.assert_array_equal(window.obs["where"], np.stack(np.broadcast_arrays(env, row), -1))
-        np.testing.assert_array_equal(window.obs["scalar"], 7 * row)
-        np.testing.assert_array_equal(window.reward, 1000 * env + row)
-        np.testing.assert_array_equal(window.action, -row[..., None])
-        flags = np.array([[self.flags[e][r] for r in rs] for e, rs in zip(window.env_id, row, strict=True)])
-        is_last = flags[..., 1].copy()
-        if self.window.annotate:
-            flags[:, :-1, 1] |= flags[:, 1:, 0]
-            flags[:, 0, 0] = True
-        np.testing.assert_array_equal(window.is_first, flags[..., 0])
-        np.testing.assert_array_equal(window.is_last, flags[..., 1])
-        np.testing.assert_array_equal(window.is_terminal, is_last & (row % 2 == 0))
-        if not self.window.cross_episodes:
-            assert not window.is_first[:, 1:].any()
-            assert not window.is_last[:, :-1].any()
-
-
-def stream(episodes: list[tuple[int, bool]]) -> list[Flags]:
-    """One environment's flags: episodes of (rows, whether is_last is given; if not, the next is_first closes it)."""
-    return [(i == 0, ended and i == rows - 1) for rows, ended in episodes for i in range(rows)]
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Table, list[dict[int, Flags]]]:
-    """A new table and ticks for it: uneven and abandoned episodes, an open one, environments that fall behind."""
-    capacity = draw(st.integers(1, 200))
-    length = draw(st.integers(1, min(6, capacity)))
-    kind = draw(st.sampled_from(["episodes", "exclusive", "windows"]))
-    if kind == "windows":
-        window = WindowSpec(
-            length, cross_episodes=True, closed_only=False, start="windows",
-            online=draw(st.booleans()), annotate=draw(st.booleans()),
-        )  # fmt: skip
-    else:
-        window = WindowSpec(length, last_start=kind == "episodes" or length == capacity)
-    episode = st.tuples(st.integers(1, 30), st.booleans())
-    streams = [stream(e) for e in draw(st.lists(st.lists(episode, min_size=1, max_size=12), min_size=1, max_size=3))]
-    ticks = [{e: f for e, f in enumerate(flags) if f is not None} for flags in zip_longest(*streams)]
-    return Table(window, len(streams), capacity, seed=draw(st.integers(0, 99))), ticks
+        self.store = Store(model.ROW, window, num_envs, capacity, np.random.default_rng(seed), directory)
+        super().__init__(self.store, window, num_envs, capacity)
 
 
 @pytest.fixture(scope="session")
@@ -142,15 +32,16 @@ def make_table() -> type[Table]:
 
 
 @pytest.fixture(scope="session")
-def any_case() -> st.SearchStrategy[tuple[Table, list[dict[int, Flags]]]]:
-    return cases()
+def any_case() -> st.SearchStrategy[tuple[Table, list[dict[int, model.Flags]]]]:
+    """A new table and ticks for it."""
+    return model.cases().map(lambda case: (Table(case.window, case.num_envs, case.capacity, case.seed), case.ticks))
 
 
 @pytest.fixture(scope="session")
 def make_stream():
-    return stream
+    return model.stream
 
 
 @pytest.fixture(scope="session")
 def row_spec() -> RowSpec:
-    return ROW
+    return model.ROW
