@@ -16,14 +16,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from replay_server.storage import LATENTS, Memory, Storage
 from telamon.data import ArraySpec, as_dtype
 
 CHUNK_ROWS = 1024
 """Rows, over all environments, that are persisted together (`touched`, `read_chunk`, `load_chunk`)."""
 
-LATENTS = "latents/"
-"""Columns of this prefix may be written again after their row was appended."""
+CHUNK_SLOTS = 16
+"""Rows of one environment in such a chunk, at least: a table may have room for many more environments than it has."""
 
+RESERVED_SLOTS = 1024
+"""Rows of one environment for which space is reserved at a time."""
 
 Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Column name -> (shape, dtype) of one row of it."""
@@ -47,10 +50,16 @@ def check_columns(columns: Mapping[str, np.ndarray], layout: Layout, count: int)
             )
 
 
+def sizes(specs: Mapping[str, ArraySpec], num_envs: int, capacity: int) -> dict[str, int]:
+    """Bytes of the arrays that hold the columns of such rings, by column."""
+    return {name: spec.nbytes * num_envs * capacity for name, spec in specs.items()}
+
+
 class Ring:
     """Rings of `capacity` rows for each of E environments, one array per column.
 
     Memory is touched only where rows are written.
+    storage: what holds the arrays; rows that are in it already are held from the beginning.
     """
 
     head: np.ndarray
@@ -58,23 +67,33 @@ class Ring:
     tail: np.ndarray
     """int64 [E]: the oldest row held."""
 
-    def __init__(self, specs: Mapping[str, ArraySpec], num_envs: int, capacity: int) -> None:
+    def __init__(
+        self, specs: Mapping[str, ArraySpec], num_envs: int, capacity: int, storage: Storage | None = None
+    ) -> None:
+        self.storage: Storage = storage or Memory()
         self.specs = dict(specs)
         self._layout: Layout = {name: (spec.shape, as_dtype(spec.dtype)) for name, spec in specs.items()}
         self._latents = {name: row for name, row in self._layout.items() if name.startswith(LATENTS)}
         self.num_envs = num_envs
         self.capacity = capacity
-        self.head = np.zeros(num_envs, np.int64)
-        self.tail = np.zeros(num_envs, np.int64)
-        # calloc: pages of large columns are given out by the kernel when they are first written
+        self.head = self.storage.array("head", (num_envs,), np.dtype(np.int64))
+        self.tail = self.storage.array("tail", (num_envs,), np.dtype(np.int64))
         self._columns = {
-            name: np.zeros((num_envs * capacity, *shape), dtype) for name, (shape, dtype) in self._layout.items()
+            name: self.storage.array(name, (num_envs * capacity, *shape), dtype)
+            for name, (shape, dtype) in self._layout.items()
         }
+        # A gather moves bytes: rows of bytes need no alignment where they go.
+        self._bytes = {
+            name: column.reshape(num_envs * capacity, specs[name].size).view(np.uint8)
+            for name, column in self._columns.items()
+        }
+        self._reserved = np.zeros(num_envs, np.int64)  # slots that may be written, from the first one on
         # Environments advance in lockstep, so a chunk is one range of slots of all of them: what a few ticks
         # touch is a few chunks, however many environments there are.
-        self._chunk_slots = max(1, CHUNK_ROWS // num_envs)
+        self._chunk_slots = max(CHUNK_SLOTS, CHUNK_ROWS // num_envs)
         groups = ("rows", "latents") if self._latents else ("rows",)
-        self._touched = {group: np.zeros(-(-capacity // self._chunk_slots), bool) for group in groups}
+        chunks = -(-capacity // self._chunk_slots)
+        self._touched = {group: self.storage.array(f"touched-{group}", (chunks,), np.dtype(bool)) for group in groups}
 
     def check(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
         """Raises ValueError for a tick that `append` must not get: an unknown or repeated environment, a bad column."""
@@ -83,10 +102,19 @@ class Ring:
             raise ValueError(f"env_id {env_id.tolist()} repeats an environment; a tick has one row of each")
         check_columns(columns, self._layout, env_id.size)
 
+    def reserve(self, env_id: np.ndarray) -> None:
+        """Makes sure that the next row of each environment of `env_id` [N] has space.
+
+        Raises OSError naming path and bytes; nothing is changed then.
+        """
+        slot = self.head[env_id] % self.capacity
+        for env in env_id[slot >= self._reserved[env_id]].tolist():
+            self._reserve(env, int(self.head[env] % self.capacity) + 1)
+
     def append(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
         """Adds one row to each environment of `env_id` [N]; columns are [N, ...]. Returns their numbers, int64 [N].
 
-        Takes only what `check` accepts.
+        Takes only what `check` accepts, after `reserve`.
         """
         row = self.head[env_id]
         slot = row % self.capacity
@@ -99,26 +127,25 @@ class Ring:
         self.head[env_id] = row + 1
         return row
 
-    def gather(self, env_id: np.ndarray, first_row: np.ndarray, rows: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Copies windows from `first_row` [B] on of environments `env_id` [B]: name -> [B, rows of that name, ...].
+    def gather(self, env_id: np.ndarray, first_row: np.ndarray, out: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Copies windows from `first_row` [B] on of environments `env_id` [B].
 
-        rows: column name -> how many rows of it. Raises LookupError naming a window that is not wholly held.
+        out: column name -> C-contiguous array [B, rows of it, ...], filled; it need not be aligned.
+        Returns bool [B]: the windows that were still held wholly after the copy. The others' contents are anything.
         """
         self._check_env_id(env_id)
-        length = max(rows.values())
+        length = max(into.shape[1] for into in out.values())
         slot = (first_row[:, None] + np.arange(length)) % self.capacity
         place = self._place(env_id[:, None], slot)
-        out = {name: self._columns[name].take(place[:, :count], axis=0) for name, count in rows.items()}
+        for name, into in out.items():
+            rows = into.shape[1]
+            if not into.flags.c_contiguous:
+                raise ValueError(f"the array for column {name!r} is not C-contiguous")
+            flat = into.reshape(env_id.size, rows, self.specs[name].size).view(np.uint8)
+            # mode="clip": any other fills a buffer first; every place is inside
+            self._bytes[name].take(place[:, :rows], axis=0, out=flat, mode="clip")
         # after the copy: see the order of an append above
-        gone = (first_row < self.tail[env_id]) | (first_row + length > self.head[env_id])
-        if gone.any():
-            i = int(gone.argmax())
-            e, r = int(env_id[i]), int(first_row[i])
-            raise LookupError(
-                f"rows {r} to {r + length - 1} of environment {e} are not all held; "
-                f"it holds {self.tail[e]} to {self.head[e] - 1}"
-            )
-        return out
+        return (first_row >= self.tail[env_id]) & (first_row + length <= self.head[env_id])
 
     def write(self, env_id: np.ndarray, row: np.ndarray, latents: Mapping[str, np.ndarray]) -> int:
         """Replaces the latent columns ([N, ...]) of rows (`env_id`, `row`) [N]; of two for one row the later wins.
@@ -157,7 +184,7 @@ class Ring:
         return self._columns[name].take(self._place(np.array(env), slot), axis=0)
 
     def enlarged(self, capacity: int) -> Ring:
-        """The same rows in new rings of a larger `capacity`."""
+        """The same rows in new rings, in memory, of a larger `capacity`."""
         new = Ring(self.specs, self.num_envs, capacity)
         new.head[:], new.tail[:] = self.head, self.tail
         for env in range(self.num_envs):
@@ -180,25 +207,43 @@ class Ring:
             touched[:] = False
 
     def read_chunk(self, group: str, number: int) -> np.ndarray:
-        """A copy of one chunk: the bytes of its columns, one column after the other, uint8 [n]."""
-        return np.concatenate([part.reshape(-1).view(np.uint8) for part in self._parts(group, number)])
+        """A copy of one chunk: the bytes of its columns, one column after the other, uint8 [n].
+
+        Of the environments up to the last one that has rows.
+        """
+        used = int(np.flatnonzero(self.head).max(initial=-1)) + 1
+        return np.concatenate([part[:used].reshape(-1) for part in self._parts(group, number)])
 
     def load_chunk(self, group: str, number: int, data: np.ndarray) -> None:
-        """The inverse of `read_chunk`."""
-        ends = np.cumsum([part.nbytes for part in self._parts(group, number)])
-        for part, piece in zip(self._parts(group, number), np.split(data, ends[:-1]), strict=True):
-            part[...] = piece.view(part.dtype).reshape(part.shape)
+        """The inverse of `read_chunk`. Raises OSError as `reserve`."""
+        parts = self._parts(group, number)
+        used = data.size // sum(part[0].nbytes for part in parts)
+        ends = np.cumsum([part[:used].nbytes for part in parts])
+        last = min((number + 1) * self._chunk_slots, self.capacity)
+        for env in np.flatnonzero(self._reserved[:used] < last).tolist():
+            self._reserve(env, last)
+        for part, piece in zip(parts, np.split(data, ends[:-1]), strict=True):
+            part[:used] = piece.reshape(part[:used].shape)
+
+    def _reserve(self, env: int, slots: int) -> None:
+        """Space for the first `slots` slots of an environment at least."""
+        begin = int(self._reserved[env])
+        end = max(slots, min(begin + RESERVED_SLOTS, self.capacity))
+        for name, spec in self.specs.items():
+            first = env * self.capacity
+            self.storage.reserve(name, (first + begin) * spec.nbytes, (first + end) * spec.nbytes)
+        self._reserved[env] = end
 
     def _place(self, env_id: np.ndarray, slot: np.ndarray) -> np.ndarray:
         # env_id may be int32, which E * capacity overflows
         return env_id.astype(np.int64) * self.capacity + slot
 
     def _parts(self, group: str, number: int) -> list[np.ndarray]:
-        """Views [E, slots, ...] of the columns of one chunk, in the order of `specs`."""
+        """Views [E, slots, bytes of a row] of the columns of one chunk, in the order of `specs`."""
         slots = slice(number * self._chunk_slots, (number + 1) * self._chunk_slots)
         return [
-            column.reshape(self.num_envs, self.capacity, *column.shape[1:])[:, slots]
-            for name, column in self._columns.items()
+            column.reshape(self.num_envs, self.capacity, column.shape[1])[:, slots]
+            for name, column in self._bytes.items()
             if name.startswith(LATENTS) == (group == "latents")
         ]
 

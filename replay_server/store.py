@@ -1,26 +1,47 @@
 """The replay of one process: rings, the index of their episodes, the online queue, and counters.
 
-Implements `telamon.replay.Replay`.
+Implements `telamon.replay.Replay`. One thread appends; any number sample and write back meanwhile.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from replay_server import persist, windows
-from replay_server.online import OnlineQueue
-from replay_server.ring import CHUNK_ROWS, LATENTS, Ring
-from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, from_columns, to_columns
+from replay_server.online import OnlineQueue, passed_rows, waiting_windows
+from replay_server.ring import CHUNK_ROWS, Ring
+from replay_server.storage import LATENTS, Memory, Storage
+from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, as_dtype, from_columns, to_columns
 from telamon.replay import Purpose, ReplayStats
+
+COUNTERS = ("sampled_windows", "written_back", "stale")
+"""Fields of ReplayStats that are counted here."""
+
+Chunks = dict[tuple[str, int], persist.ChunkFile]
 
 
 def table_bytes(row_spec: RowSpec, num_envs: int, capacity: int) -> int:
     """Bytes of a full table: `capacity` rows for each of `num_envs` environments."""
     return row_spec.nbytes * num_envs * capacity
+
+
+@dataclass
+class Content:
+    """What a mark brings back."""
+
+    ring: Ring
+    episodes: windows.Episodes
+    online: OnlineQueue
+    counters: np.ndarray
+    """int64, in the order of COUNTERS."""
+    chunks: Chunks
+    """Where the ring's chunks lie since the last mark, but for those touched since."""
 
 
 class Store:
@@ -29,6 +50,7 @@ class Store:
     rng: draws every window for training; one spawned from it draws those of reports, so that looking changes nothing.
     The states of both are part of a mark, so its bit generator is one whose state JSON can hold (PCG64).
     directory: where marks are kept; it must be this store's alone. None where none will be asked for.
+    storage: what holds the rows; those that it has from an earlier process are there again.
     Raises ValueError for windows that such a table cannot serve.
     """
 
@@ -40,32 +62,54 @@ class Store:
         capacity: int,
         rng: np.random.Generator,
         directory: Path | None = None,
+        storage: Storage | None = None,
     ) -> None:
         windows.check_spec(window_spec, capacity)
         self._row_spec = row_spec
         self._window_spec = window_spec
         self._rngs: dict[Purpose, np.random.Generator] = {"train": rng, "report": rng.spawn(1)[0]}
         self._directory = directory
-        self._ring = Ring(row_spec.columns, num_envs, capacity)
-        self._episodes = windows.Episodes(num_envs, capacity, windows.min_rows(window_spec))
-        self._online = OnlineQueue(window_spec.length, self._online_limit())
-        self._chunks: dict[tuple[str, int], persist.ChunkFile] = {}
+        # Held for what must see heads, tails and index together, and by write-backs: a row must not be overwritten
+        # between the look at the tail and the write. Never held while windows are gathered.
+        self._lock = threading.RLock()
         sent = {"none": {}, "context": {f"latents/{k}": window_spec.context for k, _ in row_spec.latents}}
         rows = {name: window_spec.length for name in row_spec.columns if not name.startswith(LATENTS)}
-        self._served = rows | sent[window_spec.latents]
-        self._counters = {"sampled_windows": 0, "written_back": 0, "stale": 0}
+        columns = row_spec.columns
+        self.served = {
+            name: ((count, *columns[name].shape), as_dtype(columns[name].dtype))
+            for name, count in (rows | sent[window_spec.latents]).items()
+        }
+        """Column -> (shape, dtype) of its part of one window."""
+        self._content = self._index(Ring(columns, num_envs, capacity, storage))
+
+    # rows in
 
     def append(self, rows: Rows) -> None:
         """Adds one tick. Raises ValueError naming the column or environment, expected and found."""
         columns = to_columns(rows)
-        self._ring.check(rows.env_id, columns)
-        self._episodes.check(rows.env_id, rows.is_first)
-        row = self._ring.append(rows.env_id, columns)
-        self._episodes.append(rows.env_id, row, self._ring.tail[rows.env_id], rows.is_first, rows.is_last)
-        self._online.append(rows.env_id, row)
+        self.prepare(rows.env_id, columns)
+        self.commit(rows.env_id, columns)
+
+    def prepare(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+        """Refuses a tick that must not be appended: as `append`, and OSError where it has no space."""
+        ring, episodes = self._content.ring, self._content.episodes
+        ring.check(env_id, columns)
+        episodes.check(env_id, columns["is_first"])
+        ring.reserve(env_id)
+
+    def commit(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+        """Adds one tick that `prepare` has let pass."""
+        content = self._content
+        with self._lock:
+            row = content.ring.append(env_id, columns)
+            content.episodes.append(env_id, row, content.ring.tail[env_id], columns["is_first"], columns["is_last"])
+            content.online.append(env_id, row)
+
+    # windows out
 
     def can_sample(self) -> bool:
-        return self._items() > 0
+        with self._lock:
+            return self._items() > 0
 
     def sample(self, batch: int, purpose: Purpose = "train") -> Window:
         """Serves `batch` windows in fresh arrays: those of the online queue first, and drawn ones for the rest.
@@ -73,53 +117,101 @@ class Store:
         A report only draws: it leaves queue, counters and the windows of training as they are.
         Raises LookupError while no window can be drawn.
         """
+        env_id, first_row = self.choose(batch, purpose)
+        columns = {name: np.empty((batch, *shape), dtype) for name, (shape, dtype) in self.served.items()}
+        self.fill(env_id, first_row, columns, purpose)
+        return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+
+    def choose(self, batch: int, purpose: Purpose = "train") -> tuple[np.ndarray, np.ndarray]:
+        """The next windows to serve: (env_id, first_row), int64 [batch] each. Raises as `sample`."""
         if batch < 1:
             raise ValueError(f"a batch of {batch} windows is empty; batch must be at least 1")
-        spec, ring = self._window_spec, self._ring
-        env_id, first_row = self._online.pop(batch if purpose == "train" else 0, ring.tail)
-        if drawn := batch - env_id.size:
-            more = windows.draw(spec, self._episodes, ring.tail, ring.head, drawn, self._rngs[purpose])
-            env_id, first_row = (np.concatenate(parts) for parts in zip((env_id, first_row), more, strict=True))
-        columns = ring.gather(env_id, first_row, self._served)
-        if spec.annotate:
-            columns["is_first"], columns["is_last"] = windows.annotate(columns["is_first"], columns["is_last"])
-        if purpose == "train":
-            self._counters["sampled_windows"] += batch
-        return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+        with self._lock:
+            content = self._content
+            env_id, first_row = content.online.pop(batch if purpose == "train" else 0, content.ring.tail)
+            if drawn := batch - env_id.size:
+                more = self._draw(content, drawn, purpose)
+                env_id, first_row = (np.concatenate(parts) for parts in zip((env_id, first_row), more, strict=True))
+            if purpose == "train":
+                content.counters[COUNTERS.index("sampled_windows")] += batch
+        return env_id, first_row
+
+    def fill(
+        self, env_id: np.ndarray, first_row: np.ndarray, out: Mapping[str, np.ndarray], purpose: Purpose = "train"
+    ) -> None:
+        """Gathers chosen windows [B] into `out`: column -> C-contiguous [B, *shape], as `served` says.
+
+        A window that is overwritten in the meantime is drawn anew: `env_id` and `first_row` are changed in place.
+        """
+        latents = {name: into for name, into in out.items() if name.startswith(LATENTS)}
+        others = {name: into for name, into in out.items() if not name.startswith(LATENTS)}
+        content = self._content
+        if latents:
+            with self._lock:  # a write-back must not be seen half
+                content.ring.gather(env_id, first_row, latents)
+        held = content.ring.gather(env_id, first_row, others)
+        if self._window_spec.annotate:
+            is_first, is_last = windows.annotate(out["is_first"], out["is_last"])
+            out["is_first"][...], out["is_last"][...] = is_first, is_last
+        lost = np.flatnonzero(~held)
+        if lost.size:
+            with self._lock:
+                env_id[lost], first_row[lost] = self._draw(self._content, lost.size, purpose)
+            again = {name: np.empty((lost.size, *into.shape[1:]), into.dtype) for name, into in out.items()}
+            new_env, new_row = env_id[lost], first_row[lost]
+            self.fill(new_env, new_row, again, purpose)
+            env_id[lost], first_row[lost] = new_env, new_row
+            for name, into in out.items():
+                into[lost] = again[name]
 
     def write_back(self, update: WriteBack) -> int:
         """Replaces latents of rows that are still held; returns how many were. Stale rows are dropped and counted."""
         latents = {f"latents/{k}": v for k, v in update.latents.items()}
-        written = self._ring.write(update.env_id, update.row, latents)
-        self._counters["written_back"] += written
-        self._counters["stale"] += update.row.size - written
+        with self._lock:
+            written = self._content.ring.write(update.env_id, update.row, latents)
+            self._count_written(written, update.row.size - written)
         return written
 
-    def stats(self) -> ReplayStats:
-        held = int((self._ring.head - self._ring.tail).sum())
-        return ReplayStats(
-            rows=int(self._ring.head.sum()),
-            rows_held=held,
-            bytes_held=held * self._row_spec.nbytes,
-            episodes=int(self._episodes.count.sum()),
-            items=self._items(),
-            online_queue=len(self._online),
-            **self._counters,
-        )
+    def drop(self, update: WriteBack) -> None:
+        """Counts every row of an update as stale."""
+        with self._lock:
+            self._count_written(0, update.row.size)
 
-    def mark(self, name: str) -> None:
+    def stats(self) -> ReplayStats:
+        with self._lock:
+            content = self._content
+            held = int((content.ring.head - content.ring.tail).sum())
+            return ReplayStats(
+                rows=int(content.ring.head.sum()),
+                rows_held=held,
+                bytes_held=held * self._row_spec.nbytes,
+                episodes=int(content.episodes.count.sum()),
+                items=self._items(),
+                online_queue=len(content.online),
+                **dict(zip(COUNTERS, content.counters.tolist(), strict=True)),
+            )
+
+    # marks
+
+    def mark(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
         """Makes the present state restorable under `name`, in place of an earlier mark of that name.
 
+        extra: JSON values of the caller's own, kept with it.
         Writes only what was appended or written back since the last mark or restore. Raises OSError naming path and
         bytes when the disk does not take it; earlier marks are then untouched.
         """
-        state = {
-            "counters": self._counters,
-            "generators": {purpose: rng.bit_generator.state for purpose, rng in self._rngs.items()},
-            "online": self._online.waiting,
-        }
-        self._chunks = persist.save(self._folder(), name, self._ring, self._chunks, self._spec(), state)
-        self._ring.settle()
+        with self._lock:
+            content = self._content
+            state = {
+                "counters": dict(zip(COUNTERS, content.counters.tolist(), strict=True)),
+                "generators": {purpose: rng.bit_generator.state for purpose, rng in self._rngs.items()},
+                "online": content.online.waiting,
+                "extra": dict(extra or {}),
+            }
+            content.chunks = persist.save(
+                self._folder(), name, content.ring, content.chunks, self._spec(content.ring.capacity), state
+            )
+            content.ring.settle()
 
     def restore(self, name: str) -> None:
         """Returns to a mark; the present state stays as it is when the mark is refused.
@@ -128,21 +220,30 @@ class Store:
         The mark is read beside the present rows, so a store that has rows needs memory for both.
         Raises FileNotFoundError or ValueError naming what is missing, damaged or different.
         """
+        self.adopt(*self.load(name, Memory()))
+
+    def load(self, name: str, storage: Storage) -> tuple[Content, dict[str, Any]]:
+        """Reads a mark into `storage`, which is empty: (what `adopt` takes, the mark's state). Raises as `restore`."""
         capacity = persist.capacity(self._folder(), name)
-        ring = Ring(self._row_spec.columns, self._ring.num_envs, capacity)
-        chunks, state = persist.load(self._folder(), name, ring, {**self._spec(), "capacity": capacity})
-        if capacity < self._ring.capacity:
-            ring, chunks = ring.enlarged(self._ring.capacity), {}
-        episodes = windows.Episodes(ring.num_envs, ring.capacity, windows.min_rows(self._window_spec))
-        for env in range(ring.num_envs):
-            episodes.rebuild(env, int(ring.tail[env]), ring.held("is_first", env), ring.held("is_last", env))
-        self._ring, self._chunks, self._episodes = ring, chunks, episodes
-        self._online = OnlineQueue(
-            self._window_spec.length, self._online_limit(), ((env, first) for env, first in state["online"])
-        )
-        self._counters = state["counters"]
-        for purpose, rng in self._rngs.items():
-            rng.bit_generator.state = state["generators"][purpose]
+        ring = Ring(self._row_spec.columns, self._content.ring.num_envs, capacity, storage)
+        chunks, state = persist.load(self._folder(), name, ring, self._spec(capacity))
+        if capacity < self._content.ring.capacity:
+            ring, chunks = ring.enlarged(self._content.ring.capacity), {}
+        waiting = [(env, first) for env, first in state["online"]]
+        passed = passed_rows(self._window_spec.length, ring.head, waiting)
+        ring.storage.array("passed", passed.shape, passed.dtype)[:] = passed
+        content = self._index(ring)
+        content.online = self._queue(ring, waiting)
+        content.counters[:] = [state["counters"][name] for name in COUNTERS]
+        content.chunks = chunks
+        return content, state
+
+    def adopt(self, content: Content, state: Mapping[str, Any]) -> None:
+        """Goes on with what `load` gave."""
+        with self._lock:
+            self._content = content
+            for purpose, rng in self._rngs.items():
+                rng.bit_generator.state = state["generators"][purpose]
 
     def marks(self) -> list[str]:
         """Names of all marks, damaged ones included."""
@@ -150,27 +251,49 @@ class Store:
 
     def forget(self, name: str) -> None:
         """Drops a mark and the files that no other mark needs. Raises FileNotFoundError for an unknown mark."""
-        persist.forget(self._folder(), name)
+        with self._lock:
+            persist.forget(self._folder(), name)
 
     def _folder(self) -> Path:
         if self._directory is None:
             raise ValueError("this replay was made without a directory, so it keeps no marks; give Store a directory")
         return self._directory
 
+    def _index(self, ring: Ring) -> Content:
+        """Everything that follows from the rows of a ring."""
+        episodes = windows.Episodes(ring.num_envs, ring.capacity, windows.min_rows(self._window_spec))
+        for env in np.flatnonzero(ring.head).tolist():
+            episodes.rebuild(env, int(ring.tail[env]), ring.held("is_first", env), ring.held("is_last", env))
+        counters = ring.storage.array("counters", (len(COUNTERS),), np.dtype(np.int64))
+        passed = ring.storage.array("passed", ring.head.shape, ring.head.dtype)
+        length = self._window_spec.length
+        waiting = waiting_windows(length, passed, ring.tail, ring.head) if self._window_spec.online else []
+        return Content(ring, episodes, self._queue(ring, waiting), counters, {})
+
+    def _queue(self, ring: Ring, waiting: list[tuple[int, int]]) -> OnlineQueue:
+        # Fresh windows that the rings can hold: where environments advance together, none that is held is dropped.
+        limit = ring.num_envs * (ring.capacity // self._window_spec.length) if self._window_spec.online else 0
+        passed = ring.storage.array("passed", ring.head.shape, ring.head.dtype)
+        return OnlineQueue(self._window_spec.length, limit, passed, waiting)
+
     def _items(self) -> int:
-        return windows.choices(self._window_spec, self._episodes, self._ring.tail, self._ring.head)
+        content = self._content
+        return windows.choices(self._window_spec, content.episodes, content.ring.tail, content.ring.head)
 
-    def _online_limit(self) -> int:
-        """Fresh windows that the rings can hold: where environments advance together, none that is held is dropped."""
-        return (
-            self._ring.num_envs * (self._ring.capacity // self._window_spec.length) if self._window_spec.online else 0
-        )
+    def _draw(self, content: Content, count: int, purpose: Purpose) -> tuple[np.ndarray, np.ndarray]:
+        ring = content.ring
+        return windows.draw(self._window_spec, content.episodes, ring.tail, ring.head, count, self._rngs[purpose])
 
-    def _spec(self) -> dict[str, Any]:
+    def _count_written(self, written: int, stale: int) -> None:
+        counters = self._content.counters
+        counters[COUNTERS.index("written_back")] += written
+        counters[COUNTERS.index("stale")] += stale
+
+    def _spec(self, capacity: int) -> dict[str, Any]:
         """What must be equal where a mark is restored."""
         return {
-            "num_envs": self._ring.num_envs,
-            "capacity": self._ring.capacity,
+            "num_envs": self._content.ring.num_envs,
+            "capacity": capacity,
             "chunk_rows": CHUNK_ROWS,
             "generator": type(self._rngs["train"].bit_generator).__name__,
             **{f"row.{k}": v for k, v in asdict(self._row_spec).items()},

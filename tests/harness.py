@@ -156,7 +156,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def rows(run: local.Run) -> list[dict[str, np.ndarray]]:
     """Every row that the replay holds, by environment and column."""
-    ring = run.replay._ring
+    ring = run.replay._content.ring
     return [{name: ring.held(name, env) for name in ring.specs} for env in range(ring.num_envs)]
 
 

@@ -341,5 +341,5 @@ def test_predicted_memory_is_what_is_taken(monkeypatch, tmp_path):
     harness = probing(monkeypatch, num_envs=2, steps=200)
     with harness.open(tmp_path / "run") as run:
         predicted = local.memory(run.config, run.agent)
-        assert predicted["replay"] == sum(c.nbytes for c in run.replay._ring._columns.values())
+        assert predicted["replay"] == sum(c.nbytes for c in run.replay._content.ring._columns.values())
         assert predicted["train state"] == sum(x.nbytes for x in jax.tree.leaves(run.state.train))

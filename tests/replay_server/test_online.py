@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from replay_server.online import OnlineQueue
+from replay_server.online import OnlineQueue, passed_rows, waiting_windows
 
 Start = tuple[int, int]  # environment, first row
 
@@ -39,16 +39,29 @@ class Model:
         return [(e, s) for e, s in self.whole if (e, s) not in self.served and s >= self.tail[e]]
 
 
+def passed(num_envs: int) -> np.ndarray:
+    """Of a queue from which nothing was taken."""
+    return np.zeros(num_envs, np.int64)
+
+
 def moved(queue: OnlineQueue, limit: int, model: Model, envs: tuple[int, ...], count: int) -> tuple[OnlineQueue, Model]:
     """Both, one tick of `envs` and one pop of `count` later; they must agree on what came out."""
-    queue = OnlineQueue(model.length, limit, queue.waiting)
+    taken = queue.passed.copy()
+    queue = OnlineQueue(model.length, limit, taken, queue.waiting)
     queue.append(np.array(envs, np.int32), np.array([model.head[e] for e in envs]))
     model = model.tick(envs)
     env, first = queue.pop(count, model.tail)
     got = list(zip(env.tolist(), first.tolist(), strict=True))
     assert got == model.due()[:count], (model, count)
     assert (env.dtype, first.dtype) == (np.int64, np.int64)
-    return queue, replace(model, served=model.served | set(got))
+    model = replace(model, served=model.served | set(got))
+    # what a process that finds only the counts after the death of this one makes of them
+    head = np.array(model.head)
+    for found in (taken, passed_rows(model.length, head, queue.waiting)):
+        again = waiting_windows(model.length, found, model.tail, head)
+        assert sorted(again) == sorted(model.due()), (model, found)
+        assert [row for _, row in again] == sorted(row for _, row in again)
+    return queue, model
 
 
 def explore(queue: OnlineQueue, limit: int, model: Model, moves: list[tuple[tuple[int, ...], int]], depth: int) -> int:
@@ -75,7 +88,7 @@ def test_every_fresh_window_comes_out_once_in_order_while_it_is_held(num_envs, l
     for capacity in (length, length + 1, 2 * length, 2 * length + 1):
         limit = num_envs * (capacity // length)
         model = Model(length, capacity, [0] * num_envs)
-        assert explore(OnlineQueue(length, limit), limit, model, moves, depth) > 0
+        assert explore(OnlineQueue(length, limit, passed(num_envs)), limit, model, moves, depth) > 0
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -83,11 +96,11 @@ def test_environments_that_fall_behind_keep_the_order_too(length):
     moves, depth = UNEVEN
     for capacity in (length, 2 * length):
         model = Model(length, capacity, [0, 0])
-        assert explore(OnlineQueue(length, 100), 100, model, moves, depth) > 0
+        assert explore(OnlineQueue(length, 100, passed(2)), 100, model, moves, depth) > 0
 
 
 def test_the_starts_of_the_reference():
-    queue = OnlineQueue(65, 100)
+    queue = OnlineQueue(65, 100, passed(8))
     for row in range(200):
         queue.append(np.array([3, 7], np.int32), np.array([row, row]))
         assert len(queue) == 2 * (row // 65)
@@ -95,7 +108,7 @@ def test_the_starts_of_the_reference():
 
 
 def test_the_oldest_goes_when_too_many_wait():
-    queue = OnlineQueue(2, 3)
+    queue = OnlineQueue(2, 3, passed(1))
     for row in range(11):
         queue.append(np.array([0], np.int32), np.array([row]))
     assert queue.waiting == [(0, 5), (0, 7), (0, 9)]
@@ -105,6 +118,6 @@ def test_the_oldest_goes_when_too_many_wait():
 
 
 def test_nothing_waits_where_the_limit_is_0():
-    queue = OnlineQueue(1, 0)
+    queue = OnlineQueue(1, 0, passed(1))
     queue.append(np.array([0], np.int32), np.array([0]))
     assert len(queue) == 0

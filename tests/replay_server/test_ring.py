@@ -10,6 +10,13 @@ from telamon.data import ArraySpec
 SPECS = {"value": ArraySpec((2,), "int64"), "latents/version": ArraySpec((), "int32")}
 
 
+def gather(ring, env, first, rows, name="value"):
+    """Windows of one column, and which of them were held."""
+    out = np.empty((len(env), rows, *ring.specs[name].shape), ring.specs[name].dtype)
+    held = ring.gather(np.array(env), np.array(first), {name: out})
+    return out, held.tolist()
+
+
 def tick(env, row, **changed):
     env, row = np.asarray(env), np.asarray(row)
     return {"value": np.stack([env, row], -1), "latents/version": np.zeros(env.size, np.int32), **changed}
@@ -36,24 +43,48 @@ def test_environments_advance_on_their_own():
     ring = filled(3)
     ring.append(np.array([1]), tick([1], [3]))
     np.testing.assert_array_equal(ring.head, [3, 4])
-    got = ring.gather(np.array([1, 0]), np.array([2, 1]), {"value": 2})["value"]
+    got, held = gather(ring, [1, 0], [2, 1], 2)
+    assert held == [True, True]
     np.testing.assert_array_equal(got, [[[1, 2], [1, 3]], [[0, 1], [0, 2]]])
 
 
 def test_gather_crosses_the_end_of_the_memory_and_copies():
     ring = filled(8)
-    first = ring.gather(np.array([1]), np.array([3]), {"value": 5})["value"]
+    first, _ = gather(ring, [1], [3], 5)
     np.testing.assert_array_equal(first[0, :, 1], [3, 4, 5, 6, 7])
     first[:] = -1
-    assert (ring.gather(np.array([1]), np.array([3]), {"value": 5})["value"] >= 0).all()
+    assert (gather(ring, [1], [3], 5)[0] >= 0).all()
 
 
 @pytest.mark.parametrize("first", [2, 4, 8])
-def test_gather_refuses_rows_that_are_not_held(first):
-    with pytest.raises(
-        LookupError, match=f"rows {first} to {first + 4} of environment 1 are not all held; it holds 3 to 7"
-    ):
-        filled(8).gather(np.array([0, 1]), np.array([3, first]), {"value": 5})
+def test_gather_says_which_windows_were_not_held(first):
+    got, held = gather(filled(8), [0, 1], [3, first], 5)
+    assert held == [True, False]
+    np.testing.assert_array_equal(got[0, :, 1], [3, 4, 5, 6, 7])
+
+
+def test_gather_looks_at_the_tail_after_its_copy():
+    ring = filled(8)
+
+    class Appending(dict):
+        """An array to fill that lets a row be appended after it was given."""
+
+        def items(self):
+            yield from super().items()
+            ring.append(np.array([0]), tick([0], [8]))
+
+    out = Appending(value=np.empty((2, 5, 2), np.int64))
+    assert ring.gather(np.array([0, 1]), np.array([3, 3]), out).tolist() == [False, True]
+
+
+def test_gather_wants_contiguous_arrays_and_no_alignment():
+    ring = filled(8)
+    out = np.zeros(2 * 5 * 16 + 3, np.uint8)[3:].view(np.int64).reshape(2, 5, 2)
+    assert not out.flags.aligned
+    ring.gather(np.array([0, 1]), np.array([3, 3]), {"value": out})
+    np.testing.assert_array_equal(out[:, :, 1], [[3, 4, 5, 6, 7]] * 2)
+    with pytest.raises(ValueError, match="the array for column 'value' is not C-contiguous"):
+        ring.gather(np.array([0]), np.array([3]), {"value": np.zeros((1, 5, 4), np.int64)[..., ::2]})
 
 
 def test_a_full_ring_gives_up_the_oldest_row_before_it_overwrites_it():
@@ -104,7 +135,7 @@ def test_a_table_of_more_rows_than_int32_counts():
     ring = Ring({"x": ArraySpec((), "bool")}, 3, 2**30)
     env = np.array([1, 2], np.int32)  # 2 * 2^30, wrapped to a negative place, would be that of environment 1
     ring.append(env, {"x": np.array([False, True])})
-    assert ring.gather(env, np.array([0, 0]), {"x": 1})["x"].tolist() == [[False], [True]]
+    assert gather(ring, env, [0, 0], 1, "x")[0].tolist() == [[False], [True]]
 
 
 @settings(max_examples=60)
