@@ -1,0 +1,205 @@
+"""What a replay server counts, and the page where Prometheus reads it (docs/replay.md lists every name).
+
+Rows are counted by their tables, and read when somebody looks; the rest is counted here once per request, never per
+row. Requests are the messages of a streaming call, and unary calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from telamon.replay import Purpose, ReplayStats, TableSpec
+
+SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the latency histogram."""
+AGES = 4 ** np.arange(13)
+"""Upper bounds, in rows, of the histogram of ages: 1 to 16.8 million."""
+
+
+class Table(Protocol):
+    """What a table tells of itself."""
+
+    spec: TableSpec
+
+    @property
+    def credit(self) -> int: ...
+
+    @property
+    def num_envs(self) -> int: ...
+
+    def stats(self) -> ReplayStats: ...
+
+
+class Metrics:
+    """Metrics of one server in `registry`.
+
+    tables: (name, table) of every table, asked for at each look.
+    clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        tables: Callable[[], Iterable[tuple[str, Table]]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._calls = Counter(
+            "telamon_replay_calls_total",
+            "Calls that have ended, by status code.",
+            ["method", "code"],
+            registry=registry,
+        )
+        self._open = Gauge(
+            "telamon_replay_open_calls", "Calls in progress: streams that are open.", ["method"], registry=registry
+        )
+        self._busy = Gauge(
+            "telamon_replay_busy_requests", "Requests that are being answered.", ["method"], registry=registry
+        )
+        self._seconds = Histogram(
+            "telamon_replay_request_seconds", "From the arrival of a request to its answer.", ["method"],
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self._credit_wait = Counter(
+            "telamon_replay_credit_wait_seconds_total", "Spent by appends on waiting for insert credit.", ["table"],
+            registry=registry,
+        )  # fmt: skip
+        self._refused = Counter(
+            "telamon_replay_refused_rows_total", "Rows that were sent and not stored, by status code.",
+            ["table", "reason"], registry=registry,
+        )  # fmt: skip
+        self._windows = Counter(
+            "telamon_replay_sampled_windows_total", "Windows served.", ["table", "purpose"], registry=registry
+        )
+        self._sampled_bytes = Counter(
+            "telamon_replay_sampled_bytes_total", "Bytes of the windows served.", ["table"], registry=registry
+        )
+        self._unauthenticated = Counter(
+            "telamon_replay_unauthenticated_calls_total", "Calls refused for want of the token.", registry=registry
+        )
+        self._ages = _Ages()
+        registry.register(_TableCollector(tables, self._ages))
+
+    @contextmanager
+    def call(self, method: str, code: Callable[[], str]) -> Iterator[None]:
+        """Counts a call while its block runs; code: its status code, asked for at its end."""
+        self._open.labels(method).inc()
+        try:
+            yield
+        finally:
+            self._open.labels(method).dec()
+            self._calls.labels(method, code()).inc()
+
+    @contextmanager
+    def request(self, method: str) -> Iterator[None]:
+        """Times a request while its block runs."""
+        self._busy.labels(method).inc()
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds.labels(method).observe(self._clock() - began)
+            self._busy.labels(method).dec()
+
+    def waited_for_credit(self, table: str, seconds: float) -> None:
+        self._credit_wait.labels(table).inc(seconds)
+
+    def refused(self, table: str, reason: str, rows: int) -> None:
+        self._refused.labels(table, reason).inc(rows)
+
+    def sampled(self, table: str, purpose: Purpose, nbytes: int, ages: np.ndarray) -> None:
+        """Counts a batch of windows. ages: int64 [B], rows appended to the environment since each first row."""
+        self._windows.labels(table, purpose).inc(ages.size)
+        self._sampled_bytes.labels(table).inc(nbytes)
+        self._ages.observe(table, ages)
+
+    def unauthenticated(self) -> None:
+        self._unauthenticated.inc()
+
+
+class _Ages:
+    """Counts of ages in buckets, by table: a histogram that takes a whole batch at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, np.ndarray] = {}
+        self._sums: dict[str, int] = {}
+
+    def observe(self, table: str, ages: np.ndarray) -> None:
+        counts = np.bincount(AGES.searchsorted(ages), minlength=AGES.size + 1)
+        total = int(ages.sum())
+        with self._lock:
+            self._counts[table] = self._counts.get(table, 0) + counts
+            self._sums[table] = self._sums.get(table, 0) + total
+
+    def collect(self) -> Metric:
+        family = HistogramMetricFamily(
+            "telamon_replay_sampled_age_rows", "Rows appended to its environment since a sampled window's first row.",
+            labels=["table"],
+        )  # fmt: skip
+        bounds = [*(str(float(bound)) for bound in AGES), "+Inf"]
+        with self._lock:
+            for table, counts in self._counts.items():
+                cumulative = [float(count) for count in counts.cumsum()]
+                family.add_metric([table], list(zip(bounds, cumulative, strict=True)), self._sums[table])
+        return family
+
+
+_GAUGES: dict[str, tuple[str, Callable[[Table, ReplayStats], float]]] = {
+    "held_rows": ("Rows in the rings.", lambda table, stats: stats.rows_held),
+    "held_bytes": ("Bytes of the rows in the rings.", lambda table, stats: stats.bytes_held),
+    "full_bytes": ("Bytes of the table when all its rings are full.", lambda table, stats: table.spec.nbytes),
+    "environments": ("Environments that have joined.", lambda table, stats: table.num_envs),
+    "items": ("What a draw chooses among: windows, or closed episodes.", lambda table, stats: stats.items),
+    "online_queue_windows": ("Fresh windows that wait to be served.", lambda table, stats: stats.online_queue),
+    "credit_rows": ("Rows that may have been appended in all; negative: no bound.", lambda table, stats: table.credit),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Table, ReplayStats], float]]] = {
+    "appended_rows": ("Rows appended.", lambda table, stats: stats.rows),
+    "appended_bytes": ("Bytes of the rows appended.", lambda table, stats: stats.rows * table.spec.row.nbytes),
+    "written_back_rows": ("Rows whose latents were replaced.", lambda table, stats: stats.written_back),
+    "stale_rows": ("Rows of write-backs dropped because they were no longer held.", lambda table, stats: stats.stale),
+}
+"""Of the table, not of this process: after a restart they go on, after a restore they are those of the mark."""
+
+
+class _TableCollector:
+    """Reads every table when somebody looks."""
+
+    def __init__(self, tables: Callable[[], Iterable[tuple[str, Table]]], ages: _Ages) -> None:
+        self._tables = tables
+        self._ages = ages
+
+    def collect(self) -> Iterator[Metric]:
+        looked = [(name, table, table.stats()) for name, table in self._tables()]
+        kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+        for kind, entries in kinds:
+            for entry, (text, value) in entries.items():
+                family = kind(f"telamon_replay_{entry}", text, labels=["table"])
+                for name, table, stats in looked:
+                    family.add_metric([name], value(table, stats))
+                yield family
+        yield self._ages.collect()
+
+
+@contextmanager
+def serve(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
+    """Shows the metrics at http://host:port/metrics while its block runs; gives the port (0: a free one).
+
+    Raises OSError when the port is taken.
+    """
+    server, thread = start_http_server(port, host, registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

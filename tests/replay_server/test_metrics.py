@@ -1,0 +1,131 @@
+"""What a replay server counts, read as Prometheus reads it."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from replay_server import metrics
+from telamon.data import ArraySpec, RowSpec, WindowSpec
+from telamon.replay import ReplayStats, TableSpec
+
+SPEC = TableSpec(
+    RowSpec((("vector", ArraySpec((4,))),), ArraySpec((2,))), WindowSpec(length=4), capacity=100, max_envs=2
+)
+STATS = ReplayStats(
+    rows=500, rows_held=200, bytes_held=200 * SPEC.row.nbytes, episodes=3, items=7, online_queue=2,
+    sampled_windows=11, written_back=5, stale=1,
+)  # fmt: skip
+
+
+@dataclass
+class FakeTable:
+    spec: TableSpec = SPEC
+    credit: int = -1
+    num_envs: int = 2
+    counts: ReplayStats = STATS
+
+    def stats(self):
+        return self.counts
+
+
+class Page:
+    """Metrics of some tables, and a look at them."""
+
+    def __init__(self, clock=None, **tables):
+        self.registry = CollectorRegistry()
+        self.metrics = metrics.Metrics(self.registry, tables.items, **({} if clock is None else {"clock": clock}))
+
+    def value(self, name, **labels):
+        return self.registry.get_sample_value(f"telamon_replay_{name}", labels)
+
+
+def test_tables_are_read_when_somebody_looks():
+    table = FakeTable()
+    page = Page(main=table)
+    expected = {
+        "held_rows": 200, "held_bytes": 200 * SPEC.row.nbytes, "full_bytes": SPEC.nbytes, "environments": 2,
+        "items": 7, "online_queue_windows": 2, "credit_rows": -1, "appended_rows_total": 500,
+        "appended_bytes_total": 500 * SPEC.row.nbytes, "written_back_rows_total": 5, "stale_rows_total": 1,
+    }  # fmt: skip
+    assert {name: page.value(name, table="main") for name in expected} == expected
+    table.counts = replace(STATS, rows=501)
+    assert page.value("appended_rows_total", table="main") == 501
+
+
+def test_tables_may_come_later():
+    tables = {}
+    page = CollectorRegistry()
+    metrics.Metrics(page, tables.items)
+    assert page.get_sample_value("telamon_replay_held_rows", {"table": "late"}) is None
+    tables["late"] = FakeTable()
+    assert page.get_sample_value("telamon_replay_held_rows", {"table": "late"}) == 200
+
+
+def test_calls_by_code():
+    page = Page()
+    with page.metrics.call("Append", lambda: "OK"):
+        assert page.value("open_calls", method="Append") == 1
+    with pytest.raises(RuntimeError), page.metrics.call("Append", lambda: "INTERNAL"):
+        raise RuntimeError
+    assert page.value("open_calls", method="Append") == 0
+    assert page.value("calls_total", method="Append", code="OK") == 1
+    assert page.value("calls_total", method="Append", code="INTERNAL") == 1
+
+
+def test_requests_are_timed():
+    times = iter([10.0, 10.5, 20.0, 20.002])
+    page = Page(clock=lambda: next(times))
+    with page.metrics.request("Sample"):
+        assert page.value("busy_requests", method="Sample") == 1
+    with pytest.raises(ValueError), page.metrics.request("Sample"):
+        raise ValueError
+    assert page.value("busy_requests", method="Sample") == 0
+    assert page.value("request_seconds_count", method="Sample") == 2
+    assert page.value("request_seconds_sum", method="Sample") == pytest.approx(0.502)
+    assert page.value("request_seconds_bucket", method="Sample", le="0.003") == 1
+    assert page.value("request_seconds_bucket", method="Sample", le="1.0") == 2
+
+
+def test_ages_of_sampled_rows_batch_by_batch():
+    page = Page()
+    first, second = np.array([1, 2, 5, 64, 65]), np.array([4**12, 4**12 + 1])
+    page.metrics.sampled("main", "train", 700, first)
+    page.metrics.sampled("main", "report", 300, second)
+    ages = np.concatenate([first, second])
+    for bound in (4**k for k in range(13)):
+        found = page.value("sampled_age_rows_bucket", table="main", le=str(float(bound)))
+        assert found == (ages <= bound).sum(), bound
+    assert page.value("sampled_age_rows_bucket", table="main", le="+Inf") == ages.size
+    assert page.value("sampled_age_rows_count", table="main") == ages.size
+    assert page.value("sampled_age_rows_sum", table="main") == ages.sum()
+    assert page.value("sampled_windows_total", table="main", purpose="train") == 5
+    assert page.value("sampled_windows_total", table="main", purpose="report") == 2
+    assert page.value("sampled_bytes_total", table="main") == 1000
+
+
+def test_what_only_counts():
+    page = Page()
+    page.metrics.waited_for_credit("main", 0.25)
+    page.metrics.refused("main", "OUT_OF_RANGE", 16)
+    page.metrics.unauthenticated()
+    assert page.value("credit_wait_seconds_total", table="main") == 0.25
+    assert page.value("refused_rows_total", table="main", reason="OUT_OF_RANGE") == 16
+    assert page.value("unauthenticated_calls_total") == 1
+
+
+def test_page_over_http():
+    page = Page(main=FakeTable())
+    with metrics.serve(page.registry, "127.0.0.1", 0) as port:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        with pytest.raises(OSError, match="in use"), metrics.serve(page.registry, "127.0.0.1", port):
+            pass
+    assert 'telamon_replay_held_rows{table="main"} 200.0' in text
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
