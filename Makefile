@@ -5,6 +5,7 @@
 #
 #   make test-slow  the slow tests: whole builds, chaos, Ray, many backends
 #   make lint       what `make test` does before the tests
+#   make proto      generates telamon/rpc/v1 from proto/
 #   make clean      removes .venv and what the tools cached; runs stay
 
 RUN := runs/tdmpc2-dmc-cartpole-swingup-seed1
@@ -18,7 +19,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	"$$p" -c '$(USABLE)' 2>/dev/null && { echo "$$p"; break; }; done)
 INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-slow lint clean
+.PHONY: train test test-slow lint proto clean
 .NOTPARALLEL:
 
 train: .venv/train.stamp
@@ -35,6 +36,10 @@ lint: .venv/test.stamp
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
+
+proto: .venv/test.stamp
+	.venv/bin/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
+	  proto/telamon/rpc/v1/replay.proto
 
 clean:
 	rm -rf .venv build telamon.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

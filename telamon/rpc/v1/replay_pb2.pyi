@@ -117,12 +117,14 @@ class OpenStreamResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., next_tick: _Optional[int] = ..., first_env_id: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "payload")
+    __slots__ = ("header", "payload", "padding")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     header: Header
     payload: bytes
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    padding: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., payload: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class Header(_message.Message):
     __slots__ = ("table", "incarnation", "columns", "count", "append", "windows", "write_back", "shared", "slot")
