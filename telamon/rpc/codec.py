@@ -32,8 +32,8 @@ MAX_HEADER_BYTES = 2**20
 MAX_FIELDS = 64
 """Top-level fields of a frame; newer writers may add some, and repeat some."""
 
-MAX_ITEM_BYTES = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - 64
-"""Of a row or a window, which a message must be able to carry."""
+MAX_PAYLOAD_BYTES = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - 64
+"""A message must be able to carry a row, and a window."""
 
 MAX_COLUMNS = 1024
 MAX_DIMENSIONS = 16
@@ -164,6 +164,11 @@ def join_frame(header: replay_pb2.Header, parts: Sequence[Buffer]) -> bytes:
 def _prefix(header: replay_pb2.Header, payload_bytes: int) -> bytes:
     """What precedes the payload: header, padding, tag and length, in all a multiple of 8 bytes."""
     body = header.SerializeToString()
+    if len(body) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(
+            f"a frame with a header of {len(body)} bytes and a payload of {payload_bytes} is too large; "
+            f"a message carries at most {MAX_HEADER_BYTES} and {MAX_PAYLOAD_BYTES}"
+        )
     head = b"%c%b%b" % (HEADER, _to_varint(len(body)), body)
     tail = b"%c%b" % (PAYLOAD, _to_varint(payload_bytes))
     if short := -(len(head) + len(tail)) % 8:
@@ -182,10 +187,7 @@ def _to_varint(value: int) -> bytes:
 
 
 def frames_of(items: int, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the items of each frame: evenly, with at most FRAME_BYTES or one item each.
-
-    So where there is more than one frame, each has half of FRAME_BYTES or more, unless one item more would not fit.
-    """
+    """(begin, end) of the items of each frame: the fewest frames of at most FRAME_BYTES or one item, evenly filled."""
     frames = -(-items // max(1, FRAME_BYTES // max(1, item_bytes)))
     for k in range(frames):
         yield items * k // frames, items * (k + 1) // frames
@@ -266,18 +268,19 @@ class Layout:
         """Raises ValueError naming the first of `Header.columns` that differs from this layout."""
         if columns == self._header.columns:
             return
-        for i, expected in enumerate(self._header.columns):
-            found = _describe(columns[i]) if i < len(columns) else "nothing"
-            if found != _describe(expected):
-                raise ValueError(f"column {i} of the frame must be {_describe(expected)}, but it is {found}")
-        raise ValueError(f"the frame has {len(columns)} columns; the table's are {list(self.columns)}")
-
-
-def _describe(column: replay_pb2.Column) -> str:
-    array = column.array
-    classes = f" of {array.classes} classes" if array.HasField("classes") else ""
-    shape = list(array.shape[:MAX_DIMENSIONS]) + ["..."] * (len(array.shape) > MAX_DIMENSIONS)
-    return f"{_short(column.name)} {array.dtype[:MAX_NAME]} {shape}{classes}"
+        for i, (name, (shape, dtype)) in enumerate(self.columns.items()):
+            found = columns[i] if i < len(columns) else replay_pb2.Column()
+            if (found.name, found.array.dtype, list(found.array.shape)) != (name, dtype.name, list(shape)):
+                dimensions = [*found.array.shape[:MAX_DIMENSIONS], *["..."] * (len(found.array.shape) > MAX_DIMENSIONS)]
+                raise ValueError(
+                    f"column {i} of the frame is {_short(found.name)}, {_short(found.array.dtype)} {dimensions}, "
+                    f"but it must be {name!r}, {dtype.name!r} {list(shape)}"
+                )
+        if len(columns) > len(self.columns):
+            raise ValueError(
+                f"the frame has {len(columns)} columns, the first one too many is "
+                f"{_short(columns[len(self.columns)].name)}; it must have {len(self.columns)}"
+            )
 
 
 def _short(name: str) -> str:
@@ -352,8 +355,8 @@ def check_spec(spec: TableSpec) -> None:
     if spec.nbytes >= 2**63:
         raise ValueError(f"the full table takes {spec.nbytes} bytes; lower capacity ({spec.capacity}) or max_envs")
     for what, layout in (("row", append_layout(spec)), ("window", sample_layout(spec))):
-        if (size := layout.nbytes(1)) > MAX_ITEM_BYTES:
-            raise ValueError(f"one {what} takes {size} bytes; a message carries at most {MAX_ITEM_BYTES}")
+        if (size := layout.nbytes(1)) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"one {what} takes {size} bytes; a message carries at most {MAX_PAYLOAD_BYTES}")
 
 
 def _check_array(name: str, array: ArraySpec) -> None:
@@ -363,9 +366,9 @@ def _check_array(name: str, array: ArraySpec) -> None:
         raise ValueError(f"{name} has {len(array.shape)} dimensions; at most {MAX_DIMENSIONS} are possible")
     for size in array.shape:
         _check_range(f"a dimension of {name}", size, 0, 2**32)
-    if (size := math.prod(max(1, d) for d in array.shape) * as_dtype(array.dtype).itemsize) > MAX_ITEM_BYTES:
+    if (size := math.prod(max(1, d) for d in array.shape) * as_dtype(array.dtype).itemsize) > MAX_PAYLOAD_BYTES:
         raise ValueError(
-            f"{name} of shape {list(array.shape)} takes {size} bytes; at most {MAX_ITEM_BYTES} are possible"
+            f"{name} of shape {list(array.shape)} takes {size} bytes; at most {MAX_PAYLOAD_BYTES} are possible"
         )
     if array.classes is not None:
         _check_range(f"classes of {name}", array.classes, 0, 2**32)
