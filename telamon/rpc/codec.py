@@ -14,6 +14,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import cast
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -45,8 +46,8 @@ DTYPES = (
     *("float16", "float32", "float64", "bfloat16"),
 )
 
-Buffer = bytes | bytearray | memoryview
-"""Contiguous bytes."""
+Buffer = bytes | bytearray | memoryview | np.ndarray
+"""Contiguous bytes; of arrays, those of dtype uint8."""
 
 
 # Frames
@@ -158,7 +159,8 @@ def encode_frame(header: replay_pb2.Header, payload_bytes: int, fill: Callable[[
 
 def join_frame(header: replay_pb2.Header, parts: Sequence[Buffer]) -> bytes:
     """A serialised Frame whose payload is `parts`, which are bytes-like, one after the other."""
-    return b"".join((_prefix(header, sum(memoryview(part).nbytes for part in parts)), *parts))
+    # the stubs of numpy call an array a buffer from Python 3.12 on
+    return b"".join((_prefix(header, sum(map(len, parts))), *cast("Sequence[bytes]", parts)))
 
 
 def _prefix(header: replay_pb2.Header, payload_bytes: int) -> bytes:
@@ -245,7 +247,7 @@ class Layout:
         """As `views`, for each of `ticks` ticks of `count` rows that follow one another. Raises ValueError at once."""
         if count < 1 or ticks < 1:
             raise ValueError(f"the frame has {ticks} x {count} rows; each must be at least 1")
-        expected, found = ticks * self.nbytes(count, align), memoryview(buffer).nbytes
+        expected, found = ticks * self.nbytes(count, align), len(buffer)
         if found < expected or (found > expected and align == PACKED):
             raise ValueError(
                 f"the arrays of {ticks} x {count} rows take {expected} bytes, but there are {found}; "
