@@ -23,7 +23,7 @@ import numpy as np
 
 from telamon.rpc.codec import SLOT, Layout
 
-SHARED_MEMORY = Path("/dev/shm")
+DIRECTORY = Path("/dev/shm")
 MAX_SHARED_BYTES = 2**32
 """Of one file."""
 
@@ -43,7 +43,7 @@ class SharedSlots:
         self._memory = memoryview(mmap.mmap(fd, slots * slot_bytes))
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, directory: Path = SHARED_MEMORY) -> SharedSlots:
+    def create(cls, slots: int, slot_bytes: int, directory: Path = DIRECTORY) -> SharedSlots:
         """Makes and maps a new file. Raises OSError naming the bytes that there is no space for."""
         nbytes = _check_sizes(slots, slot_bytes)
         path, fd = _make(directory)
@@ -59,7 +59,7 @@ class SharedSlots:
             os.close(fd)
 
     @classmethod
-    def attach(cls, path: str, slots: int, slot_bytes: int, directory: Path = SHARED_MEMORY) -> SharedSlots:
+    def attach(cls, path: str, slots: int, slot_bytes: int, directory: Path = DIRECTORY) -> SharedSlots:
         """Maps what a client says it has made. Its slots are the client's: `take` gives none.
 
         Raises ValueError unless it is such a file: of this user, directly in `directory`, of that size and allocated.
@@ -147,7 +147,7 @@ def _check_sizes(slots: int, slot_bytes: int) -> int:
     return slots * slot_bytes
 
 
-def sweep(directory: Path = SHARED_MEMORY) -> int:
+def sweep(directory: Path = DIRECTORY) -> int:
     """Removes what killed clients left: files of this user's `SharedSlots` whose lock nobody holds.
 
     Returns how many. Called when a server or a client starts; 0 where there is no such directory.
