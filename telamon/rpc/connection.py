@@ -1,0 +1,246 @@
+"""The calls of a client on one replay server: with its token, with deadlines, and again while the server is away.
+
+Control calls are repeated until they are answered. Array-carrying calls are long-lived and carry raw bytes: what they
+mean is read and written by their users, outside of gRPC's own threads.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import grpc
+
+from telamon.rpc.security import Endpoint, metadata, open_channel
+from telamon.rpc.status import error_of
+from telamon.rpc.v1 import replay_pb2, replay_pb2_grpc
+
+Answer = TypeVar("Answer")
+
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""Codes of a server that is starting, draining or gone; one that stops cancels the calls that last too long."""
+
+_FIRST_DELAY, _LAST_DELAY = 0.02, 1.0
+
+
+def delays() -> Iterator[float]:
+    """Seconds between attempts: bounded, each twice the last one."""
+    delay = _FIRST_DELAY
+    while True:
+        yield delay
+        delay = min(2 * delay, _LAST_DELAY)
+
+
+class Deadline:
+    """A moment that lies `seconds` ahead of its making."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Failure(NamedTuple):
+    """How a call ended."""
+
+    code: grpc.StatusCode
+    details: str
+
+    def error(self) -> Exception:
+        """What a client raises for it."""
+        return error_of(self.code, self.details)
+
+
+ENDED = Failure(grpc.StatusCode.UNAVAILABLE, "the server ended the call")
+"""Of a long-lived call that ended without an error, which no server does while it runs."""
+
+
+def failure_of(error: grpc.RpcError) -> Failure:
+    """Code and message of what gRPC raised, which is always a call."""
+    assert isinstance(error, grpc.Call)
+    return Failure(error.code(), error.details() or "")
+
+
+class Connection:
+    """One channel to one server. It connects when it is first used, and again whenever that is needed."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.address = endpoint.address
+        self._metadata = metadata(endpoint.token)
+        self._channel = open_channel(endpoint)
+        self._stub = replay_pb2_grpc.ReplayStub(self._channel)
+        self._closed = threading.Event()
+        self._pid = os.getpid()
+
+    def call(self, method: str, request: Any, deadline: Deadline) -> Any:
+        """The answer to a control call, repeated while the server is away.
+
+        Raises TimeoutError naming the address, and what `telamon.rpc.status` makes of any other code.
+        """
+        for delay in delays():
+            self._check_open()
+            try:
+                return getattr(self._stub, method)(
+                    request, timeout=max(deadline.left, 1e-3), metadata=self._metadata, wait_for_ready=True
+                )
+            except grpc.RpcError as error:
+                failure = failure_of(error)
+            if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self.late(deadline)
+            if failure.code not in AWAY:
+                raise failure.error()
+            self.pause(delay, deadline)
+        raise AssertionError("delays never end")
+
+    def stream(self, method: str, requests: Iterator[bytes]) -> Any:
+        """Opens a bidirectional call of serialised messages: an iterator over the answers, which can be cancelled."""
+        self._check_open()
+        # the channel's own thread would decode what a serialiser is given for
+        callable_ = self._channel.stream_stream(f"/{_SERVICE}/{method}", None, None)
+        return callable_(requests, metadata=self._metadata, wait_for_ready=True)
+
+    def pause(self, delay: float, deadline: Deadline) -> None:
+        """Waits before the next attempt. Raises TimeoutError if there is no time for one, RuntimeError once closed."""
+        if delay >= deadline.left:
+            self._closed.wait(deadline.left)
+            self._check_open()
+            raise self.late(deadline)
+        self._closed.wait(delay)
+        self._check_open()
+
+    def late(self, deadline: Deadline) -> TimeoutError:
+        """What is raised when a deadline is over."""
+        return TimeoutError(f"the replay server at {self.address} did not answer within {deadline.seconds:g} s")
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Ends all calls."""
+        self._closed.set()
+        self._channel.close()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError(f"this client of the replay server at {self.address} is closed")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this client of the replay server at {self.address} was made by process {self._pid}, and its "
+                "connection and threads stayed there; make one in each process"
+            )
+
+
+_SERVICE = replay_pb2.DESCRIPTOR.services_by_name["Replay"].full_name
+
+
+class Duplex:
+    """One bidirectional call whose answers a thread reads, so that each wait for one can have its own deadline."""
+
+    def __init__(self, connection: Connection, method: str) -> None:
+        self._connection = connection
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes | Failure] = queue.SimpleQueue()
+        self._call = connection.stream(method, iter(self._requests.get, None))
+        self._reader = threading.Thread(target=self._read, name=f"telamon-{method.lower()}", daemon=True)
+        self._reader.start()
+        self.fresh = True
+        """Whether nothing was sent yet."""
+
+    def send(self, message: bytes) -> None:
+        self._requests.put(message)
+        self.fresh = False
+
+    def receive(self, deadline: Deadline) -> bytes:
+        """The next answer. Raises TimeoutError, and `Ended` when there will be none."""
+        try:
+            answer = self._answers.get(timeout=deadline.left)
+        except queue.Empty:
+            raise self._connection.late(deadline) from None
+        if isinstance(answer, Failure):
+            raise Ended(answer)
+        return answer
+
+    def close(self) -> None:
+        """Ends the call and the threads of both directions."""
+        self._call.cancel()
+        self._requests.put(None)
+        self._reader.join()
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                self._answers.put(message)
+            self._answers.put(ENDED)
+        except grpc.RpcError as error:
+            self._answers.put(failure_of(error))
+
+
+class Ended(Exception):
+    """A long-lived call is over."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.details)
+        self.failure = failure
+
+
+class Lane:
+    """A long-lived call that is opened when it is needed and again after an error; one exchange on it at a time."""
+
+    def __init__(self, connection: Connection, method: str) -> None:
+        self._connection = connection
+        self._method = method
+        self._lock = threading.Lock()
+        self._duplex: Duplex | None = None
+
+    def exchange(self, talk: Callable[[Duplex], Answer], deadline: Deadline) -> Answer:
+        """Says `talk` over the call, and again over a new one while the server is away.
+
+        Raises TimeoutError, and what `telamon.rpc.status` makes of the code of a call that was refused.
+        """
+        if not self._lock.acquire(timeout=deadline.left):
+            raise self._connection.late(deadline)
+        try:
+            for delay in delays():
+                try:
+                    return talk(self._open())
+                except Ended as error:
+                    self._drop()
+                    if error.failure.code not in AWAY:
+                        raise error.failure.error() from None
+                except BaseException:
+                    # its answer may be under way, which the next exchange must not take for its own
+                    self._drop()
+                    raise
+                self._connection.pause(delay, deadline)
+            raise AssertionError("delays never end")
+        finally:
+            self._lock.release()
+
+    def reopen(self) -> Duplex:
+        """A new call in the place of the present one; for use inside of an exchange."""
+        self._drop()
+        return self._open()
+
+    def close(self) -> None:
+        """After the connection was closed, which ends an exchange that is going on."""
+        with self._lock:
+            self._drop()
+
+    def _open(self) -> Duplex:
+        if self._duplex is None:
+            self._duplex = Duplex(self._connection, self._method)
+        return self._duplex
+
+    def _drop(self) -> None:
+        if self._duplex is not None:
+            self._duplex.close()
+            self._duplex = None
