@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from replay_server import durable
 from replay_server.ring import Ring
 
 _CHUNK_NAME = re.compile(r"chunk-[a-z]+-\d+-(\d+)\.npy")
@@ -66,7 +66,7 @@ def save(
             np.save(buffer, ring.read_chunk(group, number), allow_pickle=False)
             data = buffer.getvalue()
             file = f"chunk-{group}-{number:06d}-{serial:06d}.npy"
-            _write(directory / file, data)
+            durable.write_through(directory / file, data)
             saved[group, number] = ChunkFile(group, number, file, len(data), zlib.crc32(data))
         body = {
             "spec": spec,
@@ -75,12 +75,8 @@ def save(
             "tail": ring.tail.tolist(),
             "chunks": [asdict(saved[key]) for key in sorted(saved)],
         }
-        text = _canonical(body)
-        _sync_directory(directory)
-        temporary = manifest.with_suffix(".tmp")
-        _write(temporary, _canonical({"crc32": zlib.crc32(text), "body": body}))
-        temporary.rename(manifest)
-        _sync_directory(directory)
+        durable.sync_directory(directory)
+        durable.write_json(manifest, body)
     finally:
         _sweep(directory)
     return saved
@@ -94,9 +90,8 @@ def load(
     Raises FileNotFoundError naming the mark or chunk file that is missing, and ValueError naming the file that is
     damaged or the entries of `spec` that differ; `ring` is then not to be used.
     """
-    manifest = _manifest(directory, name)
-    body = _read_manifest(manifest)
-    wanted = json.loads(_canonical(spec))
+    body, _ = _read(directory, name)
+    wanted = json.loads(durable.canonical(spec))
     keys = sorted(key for key in wanted.keys() | body["spec"].keys() if wanted.get(key) != body["spec"].get(key))
     if keys:
         differing = "; ".join(f"{key} was {body['spec'].get(key)} and is {wanted.get(key)}" for key in keys)
@@ -125,7 +120,23 @@ def names(directory: Path) -> list[str]:
 
 def capacity(directory: Path, name: str) -> int:
     """Rows per environment of the rings that mark `name` was made of. Raises as `load` does."""
-    return _read_manifest(_manifest(directory, name))["spec"]["capacity"]
+    return _read(directory, name)[0]["spec"]["capacity"]
+
+
+def fingerprint(directory: Path, name: str) -> int:
+    """A checksum that another mark of the same name would not have. Raises as `load` does."""
+    return _read(directory, name)[1]
+
+
+def chunk_files(directory: Path, name: str) -> dict[tuple[str, int], ChunkFile]:
+    """Where the chunks of mark `name` lie. Raises as `load` does for a manifest."""
+    chunks = [ChunkFile(**entry) for entry in _read(directory, name)[0]["chunks"]]
+    return {(chunk.group, chunk.number): chunk for chunk in chunks}
+
+
+def newest_first(directory: Path) -> list[str]:
+    """Names of all marks by the time they were made."""
+    return sorted(names(directory), key=lambda name: _manifest(directory, name).stat().st_mtime_ns, reverse=True)
 
 
 def forget(directory: Path, name: str) -> None:
@@ -135,7 +146,7 @@ def forget(directory: Path, name: str) -> None:
         raise FileNotFoundError(f"there is no mark {name!r} in {directory}")
     manifest.unlink()
     # the mark must be gone for good before its chunks go
-    _sync_directory(directory)
+    durable.sync_directory(directory)
     _sweep(directory)
 
 
@@ -145,18 +156,10 @@ def _manifest(directory: Path, name: str) -> Path:
     return directory / f"mark-{name}.json"
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Raises FileNotFoundError, or ValueError for a file that is not as it was written."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no mark file {path}")
-    try:
-        content = json.loads(path.read_bytes())
-        body, crc32 = content["body"], content["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"mark file {path} is damaged: {error}") from error
-    if zlib.crc32(_canonical(body)) != crc32:
-        raise ValueError(f"mark file {path} is damaged: its checksum does not match")
-    return body
+def _read(directory: Path, name: str) -> tuple[dict[str, Any], int]:
+    """(body, checksum) of a manifest. Raises FileNotFoundError or ValueError."""
+    body, crc32 = durable.read_json(_manifest(directory, name), "mark file")
+    return body, crc32
 
 
 def _sweep(directory: Path) -> set[str]:
@@ -165,7 +168,7 @@ def _sweep(directory: Path) -> set[str]:
     for path in directory.glob("mark-*.json"):
         needed.add(path.name)
         try:
-            needed |= {entry["file"] for entry in _read_manifest(path)["chunks"]}
+            needed |= {entry["file"] for entry in durable.read_json(path, "mark file")[0]["chunks"]}
         except ValueError:
             # A damaged mark cannot be restored, so it needs no chunks. Its manifest stays: `load` says what is wrong.
             continue
@@ -175,27 +178,3 @@ def _sweep(directory: Path) -> set[str]:
     for file in present - needed:
         (directory / file).unlink()
     return present & needed
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file through to the disk."""
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, f"writing {len(data)} bytes failed ({error.strerror})", str(path)) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes new, renamed and removed names in a folder permanent."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -201,6 +201,12 @@ class Ring:
         """Group -> numbers of its chunks written to since `settle`. Groups: "rows", and "latents" if there are any."""
         return {group: np.flatnonzero(touched) for group, touched in self._touched.items()}
 
+    def touch(self) -> None:
+        """Declares every chunk that has rows touched."""
+        used = -(-min(int(self.head.max(initial=0)), self.capacity) // self._chunk_slots)
+        for touched in self._touched.values():
+            touched[:used] = True
+
     def settle(self) -> None:
         """Declares every chunk untouched."""
         for touched in self._touched.values():

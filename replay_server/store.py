@@ -82,6 +82,11 @@ class Store:
         """Column -> (shape, dtype) of its part of one window."""
         self._content = self._index(Ring(columns, num_envs, capacity, storage))
 
+    @property
+    def head(self) -> np.ndarray:
+        """int64 [num_envs]: the number of each environment's next row."""
+        return self._content.ring.head
+
     # rows in
 
     def append(self, rows: Rows) -> None:
@@ -212,6 +217,19 @@ class Store:
                 self._folder(), name, content.ring, content.chunks, self._spec(content.ring.capacity), state
             )
             content.ring.settle()
+
+    def continue_from(self, name: str | None, fingerprint: int) -> None:
+        """Lets the next mark write only what was touched since mark `name`, if that mark is still the one meant.
+
+        For a store over storage that outlived its process; otherwise the next mark writes everything.
+        """
+        with self._lock:
+            content = self._content
+            marked = name is not None and name in self.marks()
+            if name is not None and marked and persist.fingerprint(self._folder(), name) == fingerprint:
+                content.chunks = persist.chunk_files(self._folder(), name)
+            else:
+                content.ring.touch()
 
     def restore(self, name: str) -> None:
         """Returns to a mark; the present state stays as it is when the mark is refused.

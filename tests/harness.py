@@ -23,7 +23,7 @@ from deploy.config import CheckpointConfig, EnvConfig, EvalConfig, RunConfig
 from learner import update
 from telamon.agents.base import Agent
 from telamon.agents.tdmpc2.config import TDMPC2Config
-from telamon.data import EnvSpec, Schedule, TrainRatio
+from telamon.data import EnvSpec, Schedule, TrainRatio, Window
 from telamon.envs import counting
 from telamon.telemetry.writer import WALL_CLOCK
 from tests.probe import ACTION_SIZE, LENGTH, Probe, Remembering
@@ -160,6 +160,13 @@ def rows(run: local.Run) -> list[dict[str, np.ndarray]]:
     return [{name: ring.held(name, env) for name in ring.specs} for env in range(ring.num_envs)]
 
 
+def next_windows(run: local.Run) -> Window:
+    """What training would be served next; the replay stays as it is."""
+    copied = copy.copy(run.replay)  # its lock cannot be copied, and is not needed
+    copied._content, copied._rngs = copy.deepcopy((run.replay._content, run.replay._rngs))
+    return copied.sample(64)
+
+
 def assert_same(run: local.Run, twin: local.Run) -> None:
     """Two finished runs are equal bit for bit: metrics, parameters, counters, replay, and what is drawn next."""
     assert lines(run.run_dir) == lines(twin.run_dir)
@@ -172,6 +179,6 @@ def assert_same(run: local.Run, twin: local.Run) -> None:
         for name in ours:
             assert ours[name].tobytes() == theirs[name].tobytes(), name
     # copies, so that each may be compared again
-    one, two = copy.deepcopy(run.replay).sample(64), copy.deepcopy(twin.replay).sample(64)
+    one, two = next_windows(run), next_windows(twin)
     assert one.first_row.tobytes() == two.first_row.tobytes()
     assert one.env_id.tobytes() == two.env_id.tobytes()

@@ -18,7 +18,7 @@ from deploy import config as configs
 from deploy import local
 from deploy.config import CheckpointConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig
 from learner import checkpoint
-from replay_server import persist
+from replay_server import durable, persist
 from telamon.data import Clock
 from telamon.envs.counting import Counting
 from tests.harness import TINY, Harness, Killed, after, assert_same, kill, lines, once, probing, rows, stop
@@ -140,7 +140,7 @@ def steps_of_a_save(monkeypatch: pytest.MonkeyPatch, arm: int, die_at: int) -> l
         armed = False
 
     monkeypatch.setattr(local.Run, "save", counted)
-    monkeypatch.setattr(persist, "_write", watched(persist._write, "write"))
+    monkeypatch.setattr(durable, "write_through", watched(durable.write_through, "write"))
     for owner, name in ((Path, "rename"), (Path, "write_text"), (np, "savez"), (ocp.StandardCheckpointer, "save")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name), name))
     unlink, rmtree = Path.unlink, shutil.rmtree
