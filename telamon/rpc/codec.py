@@ -110,11 +110,13 @@ def decode_frame(message: bytes) -> Frame:
     size = sum(map(len, headers))
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {size} bytes; at most {MAX_HEADER_BYTES} are read")
+    header = replay_pb2.Header()
     try:
-        # the concatenation of messages is the serialisation of their merge
-        return Frame(replay_pb2.Header.FromString(headers[0] if len(headers) == 1 else b"".join(headers)), payload)
+        for part in headers:
+            header.MergeFromString(part)
     except DecodeError:
         raise ValueError(f"the header of {size} bytes is not a telamon.rpc.v1.Header") from None
+    return Frame(header, payload)
 
 
 def _varint(message: bytes, at: int, limit: int) -> tuple[int, int]:
