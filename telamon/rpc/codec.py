@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import cast
@@ -135,10 +136,18 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 _address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
-_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
-_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+class _Writable:
+    """The memory of a bytes object that nobody else has seen, for numpy, whose arrays over it keep both alive."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "message")
+
+    def __init__(self, message: bytes) -> None:
+        self.message = message
+        self.__array_interface__ = {
+            "data": (_address(message), False), "shape": (len(message),), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
 
 
 def encode_frame(header: replay_pb2.Header, payload_bytes: int, fill: Callable[[memoryview], None]) -> bytes:
@@ -149,13 +158,17 @@ def encode_frame(header: replay_pb2.Header, payload_bytes: int, fill: Callable[[
     """
     prefix = _prefix(header, payload_bytes)
     message: bytes = _new_bytes(None, len(prefix) + payload_bytes)
-    memory: memoryview = _memory(_address(message), len(message), _WRITABLE)
-    memory[: len(prefix)] = prefix
-    payload = memory[len(prefix) :]
+    writable = _Writable(message)
+    alive = weakref.ref(writable)
+    memory = np.asarray(writable)
+    del writable
+    payload = memory.data[len(prefix) :]
+    memory[: len(prefix)] = np.frombuffer(prefix, np.uint8)
     payload[-8:] = bytes(min(8, payload_bytes))
     fill(payload)
-    payload.release()
-    memory.release()
+    del memory, payload
+    if alive() is not None:
+        raise BufferError("an array over the payload of a frame outlives its filling; from here on it is constant")
     return message
 
 
