@@ -25,7 +25,7 @@ class ServerConfig:
     insecure: bool = False
     """Serve other hosts without TLS: token and rows can be read on the way."""
     memory_limit: float | None = None
-    """GiB that all tables together may take when full; None: no bound."""
+    """GiB that all tables together may take when full; None: the memory that this process may use."""
     flush_every: float | None = None
     """Seconds between marks named `flush` of every table, which outlive the machine; None: none are made."""
     metrics_port: int | None = None
@@ -62,7 +62,3 @@ class ServerConfig:
     def host(self) -> str:
         """The host that is listened on, without brackets; loopback for a unix socket."""
         return "127.0.0.1" if self.listen.startswith("unix:") else self.listen.rpartition(":")[0].strip("[]")
-
-    @property
-    def memory_limit_bytes(self) -> int | None:
-        return None if self.memory_limit is None else int(self.memory_limit * 2**30)

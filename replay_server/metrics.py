@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +51,7 @@ class Metrics:
         tables: Callable[[], Iterable[tuple[str, Table]]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.registry = registry
         self._clock = clock
         self._calls = Counter(
             "telamon_replay_calls_total",
@@ -190,16 +191,25 @@ class _TableCollector:
         yield self._ages.collect()
 
 
-@contextmanager
-def serve(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
-    """Shows the metrics at http://host:port/metrics while its block runs; gives the port (0: a free one).
+def new_registry() -> CollectorRegistry:
+    """An empty registry; the metrics of one server go into one of its own."""
+    return CollectorRegistry()
 
-    Raises OSError when the port is taken.
+
+def serve(registry: CollectorRegistry, host: str, port: int) -> AbstractContextManager[int]:
+    """Shows the metrics at http://host:port/metrics until the block of the result ends, which is given the port.
+
+    Raises OSError at once when the port (0: a free one) is taken.
     """
     server, thread = start_http_server(port, host, registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+
+    @contextmanager
+    def serving() -> Iterator[int]:
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    return serving()

@@ -1,0 +1,225 @@
+"""A replay server as a process: `python -m replay_server --directory DIR`, or `telamon replay`.
+
+Once it serves it prints one line of JSON and writes the same to DIR/server.json:
+{"address": ..., "pid": ..., "metrics": URL or null, "tables": {NAME: rows held}, "tls": true or false}.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from replay_server import metrics, owners, servicer
+from replay_server.config import ServerConfig
+from replay_server.table import Tables, machine_memory
+from telamon.allocator import keep_freed_memory
+from telamon.rpc import security, shared
+from telamon.telemetry.logs import setup_logging
+
+LOG = logging.getLogger("replay_server")
+
+INFO_FILE = "server.json"
+FLUSH_MARK = "flush"
+USAGE, FAILED = 2, 1
+"""Exit codes: what was asked for cannot be; something went wrong."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; the exit code."""
+    keep_freed_memory()
+    try:
+        config = tyro.cli(ServerConfig, args=args, prog="telamon replay", description="Serve a replay over gRPC.")
+        token = security.read_token(config.token_file, os.environ)
+        return run(config, token)
+    except (ValueError, PermissionError, AddressInUse) as error:
+        return _say(error, USAGE)
+    except OSError as error:
+        return _say(error, FAILED)
+
+
+def run(config: ServerConfig, token: str) -> int:
+    """Serves until SIGTERM or SIGINT, then lets requests in progress end; a second signal ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # what was acknowledged lies in the files
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    config.directory.mkdir(parents=True, exist_ok=True)
+    setup_logging(config.directory)
+    with serving(config, token) as served:
+        sys.stdout.write(json.dumps(served.info) + "\n")
+        sys.stdout.flush()
+        stop.wait()
+    LOG.info("event=stop")
+    if not served.server.service.wait_idle(0):
+        # threads cannot be ended, and the interpreter would wait for them
+        logging.shutdown()
+        os._exit(0)
+    return 0
+
+
+class Served(NamedTuple):
+    """A server that serves."""
+
+    server: servicer.Server
+    tables: Tables
+    counts: metrics.Metrics
+    info: dict[str, Any]
+    """See above."""
+
+
+@contextmanager
+def serving(config: ServerConfig, token: str) -> Iterator[Served]:
+    """Serves while the block runs, and drains after it.
+
+    Raises AddressInUse, OSError for an address that is not this host's, and as `Tables`.
+    """
+    shared.sweep()
+    limit = machine_memory() if config.memory_limit is None else int(config.memory_limit * 2**30)
+    tables = Tables(config.directory, memory_limit=limit, rng=np.random.default_rng())
+    with ExitStack() as stack:
+        counts = metrics.Metrics(metrics.new_registry(), tables.items)
+        server = servicer.Server(tables, token, counts, config.max_calls)
+        stack.callback(_close, tables, server)
+        address = bind(server, config)
+        page = stack.enter_context(_metrics_page(counts, config))
+        server.start()
+        stack.callback(server.drain, config.drain_seconds)
+        found = {name: table.stats().rows_held for name, table in tables.items()}
+        tls = config.tls_certificate is not None
+        info = {"address": address, "pid": os.getpid(), "metrics": page, "tables": found, "tls": tls}
+        stack.enter_context(_announced(config.directory / INFO_FILE, info))
+        stack.enter_context(_flushing(tables, config.flush_every))
+        LOG.info("event=start address=%s pid=%d metrics=%s tables=%s", address, os.getpid(), page, ",".join(found))
+        yield Served(server, tables, counts, info)
+        LOG.info("event=drain seconds=%g", config.drain_seconds)
+
+
+def _close(tables: Tables, server: servicer.Server) -> None:
+    if server.service.wait_idle(0):
+        tables.close()
+    else:  # What was acknowledged lies in the files, as after SIGKILL, and marks are atomic.
+        LOG.warning("event=not-closed text='some requests were not answered in time'")
+
+
+class AddressInUse(OSError):
+    """Something else listens there; the message names it if it can be seen."""
+
+
+def bind(server: servicer.Server, config: ServerConfig) -> str:
+    """Listens where the config says; returns the address, with the port that was chosen.
+
+    Raises AddressInUse, and OSError for an address that is not this host's.
+    """
+    local = config.listen.startswith("unix:")
+    # gRPC would take the path from a living server
+    if local and owners.listeners(config.listen):
+        raise _in_use(config.listen)
+    umask = os.umask(0o177)  # a unix socket is for its owner
+    try:
+        if config.tls_certificate is None or config.tls_key is None:
+            port = server.grpc.add_insecure_port(config.listen)
+        else:
+            credentials = security.read_server_credentials(config.tls_certificate, config.tls_key)
+            port = server.grpc.add_secure_port(config.listen, credentials)
+    except RuntimeError as error:
+        if owners.listeners(config.listen) == set():
+            raise OSError(f"cannot listen on {config.listen}; give an address of this host") from error
+        raise _in_use(config.listen) from error
+    finally:
+        os.umask(umask)
+    return config.listen if local else f"{_bracketed(config.host)}:{port}"
+
+
+def _in_use(address: str) -> AddressInUse:
+    found = owners.owner(owners.listeners(address) or set())
+    who = "another process" if found is None else f"process {found.pid} ({found.command})"
+    free = "" if address.startswith("unix:") else ", or port 0 for a free one"
+    return AddressInUse(f"{address} is in use by {who}; stop it, or give another address{free}")
+
+
+@contextmanager
+def _metrics_page(counts: metrics.Metrics, config: ServerConfig) -> Iterator[str | None]:
+    """Gives the page's URL; None where none is wanted."""
+    if config.metrics_port is None:
+        yield None
+        return
+    host = _bracketed(config.host)
+    try:
+        page = metrics.serve(counts.registry, config.host, config.metrics_port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _in_use(f"{host}:{config.metrics_port}") from error
+        raise
+    with page as port:
+        yield f"http://{host}:{port}/metrics"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+@contextmanager
+def _announced(file: Path, info: Mapping[str, object]) -> Iterator[None]:
+    """Says in `file` that the server serves, and takes the file away in the end."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(info) + "\n")
+    temporary.rename(file)
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+@contextmanager
+def _flushing(tables: Tables, seconds: float | None) -> Iterator[None]:
+    """Marks every table now and then, on a thread of its own, while the block runs."""
+    if seconds is None:
+        yield
+        return
+    end = threading.Event()
+
+    def flush() -> None:
+        while not end.wait(seconds):
+            for name, table in tables.items():
+                try:
+                    table.mark(FLUSH_MARK)
+                except Exception:  # the next one may succeed, and rows are safe from SIGKILL without any
+                    LOG.exception("event=flush-failed table=%s", name)
+
+    thread = threading.Thread(target=flush, name="flush")
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _say(error: Exception, code: int) -> int:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # its text begins with its number, which helps nobody
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    sys.stderr.write(f"telamon replay: {text}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Replay servers for tests: in this process, or as real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from replay_server.__main__ import Served, serving
+from replay_server.config import ServerConfig
+from telamon.rpc.security import TOKEN_VARIABLE, Endpoint
+
+TOKEN = "a-token-for-tests-of-the-replay"
+
+
+@contextmanager
+def serve(directory: Path, **config: Any) -> Iterator[Endpoint]:
+    """A server in this process, on a free port of loopback; `config`: other fields of ServerConfig."""
+    with serve_open(directory, **config) as served:
+        yield endpoint_of(served.info)
+
+
+@contextmanager
+def serve_open(directory: Path, **config: Any) -> Iterator[Served]:
+    """As `serve`, with its tables and metrics in reach."""
+    with serving(ServerConfig(directory, **{"drain_seconds": 1.0, "max_calls": 64, **config}), TOKEN) as served:
+        yield served
+
+
+def endpoint_of(info: dict[str, Any]) -> Endpoint:
+    return Endpoint(info["address"], TOKEN)
+
+
+class Process:
+    """A real server, which has said that it serves. Killed with the `with` block, unless it has ended before."""
+
+    def __init__(self, directory: Path, *options: str, command: tuple[str, ...] = ("-m", "replay_server")) -> None:
+        self.directory = directory
+        self.popen = subprocess.Popen(
+            [sys.executable, *command, "--directory", str(directory), *options],
+            env={**os.environ, TOKEN_VARIABLE: TOKEN}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server ended with {self.popen.wait()}: {self.popen.communicate()[1]}")
+        self.info = json.loads(line)
+        self.endpoint = endpoint_of(self.info)
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.popen.kill()
+        self.popen.communicate()
+
+    def terminate(self, timeout: float = 10.0) -> tuple[int, str]:
+        """SIGTERM; (exit code, what it said on stderr)."""
+        self.popen.terminate()
+        _, said = self.popen.communicate(timeout=timeout)
+        return self.popen.returncode, said
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.popen.returncode is None:
+            self.kill()
+
+
+def spawn(directory: Path, *options: str) -> Process:
+    """Starts `python -m replay_server` and waits until it serves; `options` as on the command line."""
+    return Process(directory, *options)
