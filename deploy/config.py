@@ -20,7 +20,8 @@ from telamon.data import EnvSpec
 CONFIG_FILE = "config.yaml"
 
 SAFE_TO_CHANGE = {
-    "steps", "log_every", "memory_limit", "max_skipped", "eval", "report", "checkpoint", "env.timeout", "env.on_error"
+    "steps", "log_every", "memory_limit", "max_skipped", "eval", "report", "checkpoint", "env.timeout", "env.on_error",
+    "replay.address", "replay.token_file", "replay.timeout",
 }  # fmt: skip
 """Keys (or whole groups) that a resumed run may change: they touch neither an update nor the data of a sound run."""
 
@@ -93,6 +94,22 @@ class EnvConfig:
 
 
 @dataclass(frozen=True)
+class ReplayConfig:
+    """Where rows are kept: in this process, or by a replay service (`telamon replay`, docs/replay.md)."""
+
+    address: str | None = None
+    """HOST:PORT or unix:/PATH of a replay service; None: rows are kept in this process."""
+    token_file: str | None = None
+    """File of mode 0600 with the service's token; None: the environment variable TELAMON_TOKEN."""
+    root_certificate: str | None = None
+    """PEM file of what the service's TLS certificate descends from; None: no TLS."""
+    table: str | None = None
+    """Name of the run's table there; None: the name of the run directory."""
+    timeout: float = 60.0
+    """Seconds that a call waits for the service, also while it is away."""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """Evaluation by fresh environments in eval mode."""
 
@@ -141,6 +158,7 @@ class RunConfig:
     max_skipped: int = 20
     """Updates in a row that may be skipped because something was not finite."""
     env: EnvConfig = field(default_factory=EnvConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -163,6 +181,8 @@ class RunConfig:
             raise ValueError(f"env.options holds {', '.join(sorted(taken))}, which the run itself sets")
         if not self.env.timeout > 0:
             raise ValueError(f"env.timeout={self.env.timeout} must be above 0 seconds")
+        if not self.replay.timeout > 0:
+            raise ValueError(f"replay.timeout={self.replay.timeout} must be above 0 seconds")
         if self.memory_limit is not None and not self.memory_limit > 0:
             raise ValueError(f"memory_limit={self.memory_limit} must be above 0 GiB")
 

@@ -1,4 +1,6 @@
-"""One machine, one process: environments, embedded replay and learner, strictly synchronous and bit-reproducible.
+"""One machine, one process: environments, replay and learner, strictly synchronous and bit-reproducible.
+
+The replay is embedded, or a service of its own: the loop sees the `Replay` protocol alone.
 
 The loop does one thing per turn: an update that is due, an evaluation that is due, or a tick of the environments.
 Whatever decides is a counter, so a run that is resumed anywhere repeats what an uninterrupted one does.
@@ -11,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 import signal
 import time
 from bisect import bisect_right
@@ -38,6 +41,7 @@ from telamon.data import Clock, Counters, TrainRatio, Window, WriteBack
 from telamon.envs.base import BatchedEnv
 from telamon.envs.registry import make_env
 from telamon.keys import Stream, generator, stream
+from telamon.replay import Replay, TableSpec
 from telamon.telemetry.live import LiveView
 from telamon.telemetry.logs import setup_logging
 from telamon.telemetry.writer import MetricsWriter
@@ -47,6 +51,10 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 SHORTEST = 4
 """Agent steps per episode, on average, that a replay for a whole run is made for."""
+EMPTY = "empty"
+"""Mark of a replay service's table before the first row of a run."""
+OWN_MARK = re.compile(rf"\d{{12}}-\d{{12}}|{EMPTY}")
+"""Names of the marks that a run makes; a service may make others."""
 REPORTS = "report"
 """Where in a run directory the pictures of reports are."""
 
@@ -90,12 +98,14 @@ def capacity(config: RunConfig, agent: Agent) -> int:
 
 
 def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
-    """Predicted bytes: the full replay table, and parameters with targets and optimiser.
+    """Predicted bytes in this process: the full replay table, and parameters with targets and optimiser.
 
     Raises ValueError with the largest buffer that would fit, where they exceed the limit.
     """
 
     def table(buffer_size: int) -> int:
+        if config.replay.address is not None:
+            return 0  # the service has a limit of its own
         smaller = replace(config, agent=replace(config.agent, buffer_size=buffer_size))
         return table_bytes(agent.row_spec, config.env.num, capacity(smaller, make_agent(smaller, agent.env)))
 
@@ -114,6 +124,50 @@ def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
             f"parameters and optimiser exceeds the limit of {limit / GIB:.3g} GiB; {way_out}, or raise memory_limit"
         )
     return predicted
+
+
+@contextmanager
+def open_replay(config: RunConfig, run_dir: Path, agent: Agent) -> Iterator[Replay]:
+    """The run's table, embedded or at the service that the config names.
+
+    Raises ValueError, among others for a table there of another run, PermissionError for a wrong token, TimeoutError.
+    """
+    rows = capacity(config, agent)
+    c = config.replay
+    if c.address is None:
+        rng = generator(config.seed, Stream.REPLAY)
+        yield Store(agent.row_spec, agent.window_spec, config.env.num, rows, rng, run_dir / "replay")
+        return
+    try:
+        from telamon.rpc import client, security
+    except ImportError as error:
+        text = "replay.address needs the extra `service` (pip install 'telamon[service]')"
+        raise ValueError(f"{text}: {error}") from error
+    endpoint = security.Endpoint(
+        c.address,
+        security.read_token(None if c.token_file is None else Path(c.token_file), os.environ),
+        None if c.root_certificate is None else Path(c.root_certificate).read_bytes(),
+    )
+    try:
+        replay = client.Client(
+            endpoint,
+            c.table or table_name(run_dir),
+            TableSpec(agent.row_spec, agent.window_spec, rows, config.env.num),
+            stream="local",
+            num_envs=config.env.num,
+            # the words that `generator` seeds with: the service draws what an embedded replay would
+            seed=int(Stream.REPLAY) << 32 | config.seed % 2**32,
+            timeout=c.timeout,
+        )
+    except LookupError as error:
+        raise ValueError(f"{error}; give this run another replay.table") from error
+    with replay:
+        yield replay
+
+
+def table_name(run_dir: Path) -> str:
+    """The name of a run directory with the characters that a table's name may have."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in run_dir.resolve().name)[-64:]
 
 
 @dataclass
@@ -138,13 +192,9 @@ class Progress:
 class Run:
     """A run in its directory. `train` continues from wherever the counters stand."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, agent: Agent, env: BatchedEnv) -> None:
-        self.config, self.run_dir, self.agent, self.env = config, run_dir, agent, env
+    def __init__(self, config: RunConfig, run_dir: Path, agent: Agent, env: BatchedEnv, replay: Replay) -> None:
+        self.config, self.run_dir, self.agent, self.env, self.replay = config, run_dir, agent, env, replay
         self.counters, self.progress = Counters(), Progress()
-        self.replay = Store(
-            agent.row_spec, agent.window_spec, config.env.num, capacity(config, agent),
-            generator(config.seed, Stream.REPLAY), run_dir / "replay",
-        )  # fmt: skip
         self.schedule = agent.schedule(config.env.num)
         self.clock = Clock()
         """Where a TrainRatio stands."""
@@ -276,8 +326,23 @@ class Run:
         for old in set(checkpoint.names(directory)) - set(kept):
             checkpoint.remove(directory, old)
         for mark in set(self.replay.marks()) - set(kept):
-            self.replay.forget(mark)
+            if OWN_MARK.fullmatch(mark):
+                self.replay.forget(mark)
         log.info("event=checkpoint path=%s updates=%d", path, self.counters.updates)
+
+    def begin(self, resume: bool) -> None:
+        """Makes sure that a run without a checkpoint starts with an empty table, which a service may not have.
+
+        Raises ValueError where the rows in it are not this run's.
+        """
+        if self.config.replay.address is None:
+            return
+        if not (rows := self.replay.stats().rows):
+            self.replay.mark(EMPTY)
+        elif resume and EMPTY in self.replay.marks():
+            self.replay.restore(EMPTY)
+        else:
+            raise ValueError(f"the replay service's table holds {rows} rows of another run; give a new replay.table")
 
     def restore(self) -> str | None:
         """Continues from the newest checkpoint that is whole; returns its name, None where there is none.
@@ -445,6 +510,8 @@ def execute(run: Run, resume: bool, console: Console, stopped: Callable[[], bool
     config = run.config
     if resume and (name := run.restore()) is not None:
         console.print(f"resumed from checkpoint {name}: {run.env_steps:,} env steps", highlight=False)
+    else:
+        run.begin(resume)
     resume_length = run.metrics_length if resume else None
     with (
         MetricsWriter(run.run_dir, resume_length) as writer,
@@ -477,11 +544,12 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         log.info("event=start config=%s versions=%s", json.dumps(asdict(config)), json.dumps(versions()))
         console.print(
             f"{config.algorithm} on {config.task}: memory when full: "
-            + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in predicted.items())
+            + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in predicted.items() if size)
             + f"; run directory {run_dir}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-        run = Run(config, run_dir, agent, env)
+        replay = stack.enter_context(open_replay(config, run_dir, agent))
+        run = Run(config, run_dir, agent, env, replay)
         stack.enter_context(watch(env, config.env.timeout))
         finished = execute(run, resume, console, stack.enter_context(stop_on_signal()))
     if finished:

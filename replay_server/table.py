@@ -83,7 +83,7 @@ class Table:
         streams = Streams(files, spec.max_envs, known)
         if streams.recover(files.array("head", (spec.max_envs,), np.dtype(np.int64))):
             log.warning("event=tick_taken_back table=%s", directory.name)
-        rng = np.random.default_rng([seed, opened])
+        rng = np.random.default_rng([seed, opened] if opened else [seed])
         self._store = Store(spec.row, spec.window, spec.max_envs, spec.capacity, rng, directory / "marks", files)
         head, tail = self._store.head, files.array("tail", (spec.max_envs,), np.dtype(np.int64))
         if not ((tail >= 0) & (tail <= head) & (head - tail <= spec.capacity)).all():

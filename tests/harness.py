@@ -100,7 +100,9 @@ class Harness:
         config = replace(self.config, **changed)
         env = local.build_env(config, config.env.num, config.seed)
         run_dir.mkdir(exist_ok=True)
-        yield local.Run(config, run_dir, self.make_agent(env.spec), env)
+        agent = self.make_agent(env.spec)
+        with local.open_replay(config, run_dir, agent) as replay:
+            yield local.Run(config, run_dir, agent, env, replay)
         env.close()
 
     def run(self, run_dir: Path, resume: bool = False, stopped: Stopped = never, **changed: Any) -> local.Run:
