@@ -15,6 +15,7 @@ SUMMARIES = {
     "plot": "Draw the learning curves of runs, over published ones on request: telamon plot RUN...",
     "envs": "List the environments that can be trained on here",
     "check-env": "Say what an agent would see of an environment, or why it cannot work: telamon check-env ENV",
+    "replay": "Serve a replay to actors and learners over gRPC: telamon replay --directory DIR",
     "doctor": "Check this machine: Python, devices, libraries, rendering, disk",
 }
 """Sub-command -> summary. Its function has the same name in `deploy.commands`, loaded only when it is wanted."""

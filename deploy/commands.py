@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -242,6 +243,19 @@ def check_env(args: list[str]) -> int:
     )  # fmt: skip
     Console().print(to_text(report), highlight=False, soft_wrap=True, markup=False)
     return 0 if None in report.refusals.values() else 1
+
+
+# replay
+
+
+def replay(args: list[str]) -> int:
+    """Becomes `python -m replay_server`: a process that never loads JAX. Returns only from --help and wrong usage."""
+    try:
+        from replay_server.config import ServerConfig
+    except ImportError as e:
+        raise ImportError(f"{e}; a replay server needs more: pip install 'telamon[service]'") from e
+    parse(ServerConfig, "replay", args)
+    os.execv(sys.executable, [sys.executable, "-m", "replay_server", *args])
 
 
 # doctor

@@ -43,6 +43,8 @@ MAX_BATCH = 2**16
 """Windows of one request."""
 CREDIT_SLICE = 0.2
 """Seconds after which an append that waits for credit looks whether anybody waits for it."""
+LAST_WORDS = 0.2
+"""Seconds in which the answers and status codes of a server that ends leave it."""
 PURPOSES: dict[int, Purpose] = {replay_pb2.PURPOSE_TRAIN: "train", replay_pb2.PURPOSE_REPORT: "report"}
 
 Request = TypeVar("Request", bound=Message)
@@ -476,10 +478,10 @@ class Server:
         self.service.drain()
         stopped = self.grpc.stop(seconds)
         self.service.wait_idle(seconds)
-        self.grpc.stop(None)  # streams on which nothing is asked
+        self.grpc.stop(LAST_WORDS)  # ends the streams on which nothing is asked
         stopped.wait()
         # a request that was cut off ends at its next look at the call
-        return self.service.wait_idle(2 * CREDIT_SLICE)
+        return self.service.wait_idle(CREDIT_SLICE + LAST_WORDS)
 
     def _set_health(self, status: int) -> None:
         for name in ("", SERVICE):

@@ -71,7 +71,8 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.popen.returncode is None:
+        assert self.popen.stdout is not None
+        if not self.popen.stdout.closed:  # nobody has waited for its end
             self.kill()
 
 
