@@ -100,13 +100,13 @@ def serving(config: ServerConfig, token: str) -> Iterator[Served]:
         stack.callback(_close, tables, server)
         address = bind(server, config)
         page = stack.enter_context(_metrics_page(counts, config))
+        stack.enter_context(_flushing(tables, config.flush_every))
         server.start()
         stack.callback(server.drain, config.drain_seconds)
         found = {name: table.stats().rows_held for name, table in tables.items()}
         tls = config.tls_certificate is not None
         info = {"address": address, "pid": os.getpid(), "metrics": page, "tables": found, "tls": tls}
         stack.enter_context(_announced(config.directory / INFO_FILE, info))
-        stack.enter_context(_flushing(tables, config.flush_every))
         LOG.info("event=start address=%s pid=%d metrics=%s tables=%s", address, os.getpid(), page, ",".join(found))
         yield Served(server, tables, counts, info)
         LOG.info("event=drain seconds=%g", config.drain_seconds)

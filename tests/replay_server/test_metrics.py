@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from replay_server import metrics
+from replay_server.config import ServerConfig
 from telamon.data import ArraySpec, RowSpec, WindowSpec
 from telamon.replay import ReplayStats, TableSpec
 
@@ -129,3 +132,17 @@ def test_page_over_http():
     assert 'telamon_replay_held_rows{table="main"} 200.0' in text
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_the_operators_page_lists_every_metric_and_option():
+    page = Page(main=FakeTable())
+    named = {family.name for family in page.registry.collect()}
+    text = (Path(__file__).parents[2] / "docs/replay.md").read_text()
+    metrics_part = text.partition("## Metrics")[2]
+    cells = [cell for line in metrics_part.splitlines() if line.startswith("| `") for cell in [line.split("|")[1]]]
+    listed = {
+        f"telamon_replay_{name.removesuffix('_total')}" for cell in cells for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert listed == named
+    options = {f"--{field.name.replace('_', '-')}" for field in fields(ServerConfig)}
+    assert options <= set(re.findall(r"--[a-z-]+", text.partition("## Who may call")[0]))

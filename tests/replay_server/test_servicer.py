@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import logging
@@ -16,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from replay_server.ring import Ring
 from replay_server.servicer import HEALTH_CALLS, SERVICE
 from telamon.data import FLAGS, ArraySpec, RowSpec, WindowSpec
 from telamon.replay import TableSpec
@@ -297,6 +299,22 @@ def test_what_is_counted(served, client):
     assert value(served, "calls_total", method="Stats", code="NOT_FOUND") == 1
     assert value(served, "calls_total", method="Append", code="OK") == 1
     assert value(served, "request_seconds_count", method="Sample") == 2
+
+
+def test_a_full_disk_stores_nothing_and_may_have_space_again(served, client, monkeypatch):
+    opened = client.open()
+    client.append(opened, 0, 10)
+
+    def full(self, env_id):
+        raise OSError(errno.ENOSPC, "no space for 4096 more bytes of rows", "/somewhere/reward.bin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "reserve", full)
+        text = "no space for 4096 more bytes of rows: '/somewhere/reward.bin'"
+        fails(grpc.StatusCode.RESOURCE_EXHAUSTED, text, client.append, opened, 10, 5)
+    assert client.rows_held() == 20
+    assert value(served, "refused_rows_total", table="main", reason="RESOURCE_EXHAUSTED") == 10
+    assert client.append(opened, 10, 5) == 14
 
 
 class Nothing:
