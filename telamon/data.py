@@ -8,6 +8,7 @@ Axes: E environments, B batch, T time, A action.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -218,6 +219,86 @@ def ratio_repeats(ratio: float, step: int, prev: float | None) -> tuple[int, flo
         return 1, float(step)
     repeats = int((step - prev) * ratio)
     return repeats, prev + repeats / ratio
+
+
+@dataclass(frozen=True)
+class LimiterConfig:
+    """How far a learner and the writers of its replay may run apart where nobody takes turns (learner/limiter.py).
+
+    `Schedule` and `TrainRatio` say which update is due after which row, and a synchronous run does exactly those. A
+    limiter asks the same ratio of both sides, within a band; `following` takes it from either of the two.
+    Raises ValueError for settings under which one side, or both, could only wait.
+    """
+
+    ratio: float
+    """Replayed rows per inserted row."""
+    rows_per_update: int
+    """Rows that one update trains on: its windows times their rows without context."""
+    tick_rows: int
+    """Rows that can still arrive once credit is used up: one tick of all environments that may join."""
+    capacity: int
+    """Rows that all shards hold when they are full."""
+    band: int
+    """Inserted rows that either side may run ahead of the ratio."""
+    min_rows: int = 0
+    """Rows that all shards must hold before the first update."""
+    min_items: int = 1
+    """What a draw must choose among before the first update: windows, or closed episodes (`WindowSpec.start`)."""
+    lead: int | None = None
+    """Rows inserted before the first update that owe none; the others are caught up in one burst. None: all of them."""
+
+    def __post_init__(self) -> None:
+        # `not >` also refuses NaN.
+        if not (self.ratio > 0 and math.isfinite(self.ratio)):
+            raise ValueError(
+                f"a ratio of {self.ratio} replayed rows per inserted row asks for no update at all; "
+                "limiter.ratio must be above 0 and finite"
+            )
+        for name, least in (("rows_per_update", 1), ("tick_rows", 1), ("min_rows", 0), ("min_items", 1), ("lead", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"limiter.{name}={value} is too small; it must be at least {least}")
+        if self.band < self.smallest_band:
+            raise ValueError(
+                f"a band of {self.band} rows lets both sides wait for each other: one update is worth "
+                f"{self.update_rows:.6g} inserted rows and one tick is {self.tick_rows}; "
+                f"limiter.band must be at least {self.smallest_band}"
+            )
+        if max(self.min_rows, self.min_items) > self.capacity:
+            raise ValueError(
+                f"{self.min_rows} rows and {self.min_items} items are asked for before the first update, of which "
+                f"{self.capacity} rows of replay cannot hold as many; lower limiter.min_rows and min_items, "
+                "or raise replay.capacity"
+            )
+
+    @property
+    def update_rows(self) -> float:
+        """Inserted rows that one update is worth."""
+        return self.rows_per_update / self.ratio
+
+    @property
+    def smallest_band(self) -> int:
+        """The least band in which one side can always go on.
+
+        A learner that waits is ahead by more than `band - update_rows`, so inserts have `2 band - update_rows` left.
+        One tick of it is kept for rows under way, and with the other every environment can add a row.
+        """
+        return math.ceil(self.update_rows / 2) + self.tick_rows
+
+    @classmethod
+    def following(
+        cls, schedule: Schedule | TrainRatio, rows_per_update: int, tick_rows: int, capacity: int, band: int
+    ) -> LimiterConfig:
+        """The same updates per row as `schedule`, after the same fill, with the same debt at its end.
+
+        A Schedule's transitions are counted as rows: the reset row of an episode of L transitions counts too, so
+        L + 1 rows owe what L transitions did.
+        """
+        sizes = {"rows_per_update": rows_per_update, "tick_rows": tick_rows, "capacity": capacity, "band": band}
+        if isinstance(schedule, TrainRatio):
+            updates = 1.0 if schedule.ratio < 0 else schedule.ratio
+            return cls(updates * rows_per_update, **sizes, min_items=max(1, schedule.start))
+        return cls(schedule.ratio * rows_per_update, **sizes, min_rows=schedule.start + 1, lead=schedule.lead)
 
 
 @dataclass(frozen=True)

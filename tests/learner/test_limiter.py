@@ -1,0 +1,452 @@
+"""The rate limiter, against simulated shards whose every row is in a ledger, and against the rings themselves."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from learner import limiter
+from learner.limiter import NO_BOUND, Limiter, Reading, Totals
+from telamon.data import Clock, LimiterConfig, Schedule, TrainRatio
+
+# One update trains on 16 rows and is worth 8 inserted ones.
+CONFIG = LimiterConfig(ratio=2.0, rows_per_update=16, tick_rows=4, capacity=1000, band=20)
+
+
+@dataclass
+class Shard:
+    """A replay server as the limiter sees it. Its writers look at the credit first and append later."""
+
+    streams: list[int]
+    """Rows of one tick of each writer."""
+    window: int = 1
+    """Rows before the first can be sampled."""
+    rows: int = 0
+    credit: int = NO_BOUND
+    incarnation: int = 1
+    up: bool = True
+    calls: int = 0
+    passed: set[int] = field(default_factory=set)
+    """Streams whose next tick is on its way past its look."""
+    written: list[int] = field(default_factory=list)
+    """Ticks of each stream that have arrived."""
+    meanwhile: Callable[[Shard], None] = lambda shard: None
+    """Called before and after every call: what happens between the limiter's looks at two shards."""
+    heard: Callable[[Shard, Reading | None], None] = lambda shard, reading: None
+    """Told what the limiter was answered."""
+
+    def __post_init__(self) -> None:
+        self.written = [0] * len(self.streams)
+
+    @property
+    def items(self) -> int:
+        return max(0, self.rows - self.window + 1)
+
+    @property
+    def open(self) -> bool:
+        return self.items == 0 or self.credit < 0 or self.rows < self.credit
+
+    def look(self, stream: int) -> None:
+        if self.up and self.open:
+            self.passed.add(stream)
+
+    def land(self, stream: int) -> None:
+        if self.up and stream in self.passed:
+            self.passed.remove(stream)
+            self.rows += self.streams[stream]
+            self.written[stream] += 1
+
+    def write(self, stream: int = 0) -> bool:
+        """One tick, if it need not wait."""
+        before = self.written[stream]
+        self.look(stream)
+        self.land(stream)
+        return self.written[stream] > before
+
+    def lose(self, rows: int, credit: int = NO_BOUND) -> None:
+        """Another incarnation: made anew, or restored to `rows`."""
+        self.rows, self.credit, self.incarnation = rows, credit, self.incarnation + 1
+        self.passed.clear()
+
+    def counters(self) -> Reading:
+        self._called(None)
+        reading = Reading(self.incarnation, self.rows, self.rows, self.items, self.credit)
+        self.heard(self, reading)
+        self.meanwhile(self)
+        return reading
+
+    def grant(self, rows: int) -> None:
+        self._called(None)
+        self.credit = rows
+        self.meanwhile(self)
+
+    def _called(self, reading: None) -> None:
+        self.calls += 1
+        self.meanwhile(self)
+        if not self.up:
+            self.heard(self, reading)
+            raise ConnectionError("no route to shard")
+
+
+def open_limiter(config: LimiterConfig = CONFIG, **shards: Shard) -> Limiter:
+    """A limiter after its first look."""
+    found = Limiter(config, shards)
+    found.look()
+    return found
+
+
+def train(found: Limiter) -> bool:
+    """One update, if it need not wait."""
+    if not found.wait_to_train(0.0):
+        return False
+    found.trained()
+    return True
+
+
+def train_all(found: Limiter, at_most: int = 1000) -> int:
+    """As many updates as need not wait."""
+    return next(n for n in range(at_most + 1) if n == at_most or not train(found))
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ratio": 0.0}, "a ratio of 0.0 .* limiter.ratio must be above 0"),
+        ({"ratio": -1.0}, "limiter.ratio"),
+        ({"ratio": math.nan}, "limiter.ratio"),
+        ({"ratio": math.inf}, "limiter.ratio"),
+        ({"rows_per_update": 0}, "limiter.rows_per_update=0 .* at least 1"),
+        ({"tick_rows": 0}, "limiter.tick_rows=0"),
+        ({"min_rows": -1}, "limiter.min_rows=-1"),
+        ({"min_items": 0}, "limiter.min_items=0"),
+        ({"lead": -1}, "limiter.lead=-1"),
+        ({"band": 7}, "a band of 7 rows .* worth 8 inserted rows and one tick is 4; limiter.band must be at least 8"),
+        ({"tick_rows": 30}, "a band of 20 rows .* limiter.band must be at least 34"),
+        ({"min_rows": 1001}, "1001 rows .* 1000 rows of replay .* replay.capacity"),
+        ({"min_items": 1001}, "1001 items .* 1000 rows of replay"),
+    ],
+)
+def test_settings_under_which_one_could_only_wait_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        replace(CONFIG, **change)
+
+
+def test_a_shard_without_writers_is_refused():
+    with pytest.raises(ValueError, match=r"5 shards .* limiter.tick_rows=4"):
+        Limiter(CONFIG, {str(n): Shard([1]) for n in range(5)})
+    with pytest.raises(ValueError, match="0 shards"):
+        Limiter(CONFIG, {})
+
+
+def test_the_smallest_band_is_the_smallest():
+    least = replace(CONFIG, band=CONFIG.smallest_band)
+    less = copy.copy(least)
+    object.__setattr__(less, "band", least.band - 1)  # past the refusal
+    blocked = [
+        (i, u)
+        for i in range(40)
+        for u in range(8)
+        if not limiter.may_train(less, i, u) and limiter.headroom(less, i, u) < less.tick_rows
+    ]
+    assert blocked
+
+
+configs = st.builds(
+    lambda ratio, update, tick, slack, fill: LimiterConfig(
+        ratio, update, tick, capacity=10_000, band=math.ceil(update / ratio / 2) + tick + slack, min_rows=fill
+    ),
+    st.floats(0.05, 50) | st.sampled_from([1.0, 0.5, 2.0, 1 / 3]),
+    st.integers(1, 64), st.integers(3, 12), st.integers(0, 30), st.integers(0, 40),
+)  # fmt: skip
+
+
+@given(configs, st.integers(0, 10**7), st.integers(0, 10**7))
+def test_one_side_may_always_go_on(config, inserted, updates):
+    assert (
+        limiter.may_train(config, inserted, updates) or limiter.headroom(config, inserted, updates) >= config.tick_rows
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=6), st.data())
+def test_what_is_handed_out(members, data):
+    held, used = zip(*members, strict=True)
+    room, turn = data.draw(st.integers(-20, 200)), data.draw(st.integers(0, 100))
+    rows = limiter.allot(room, held, used, turn)
+    # never more in force than all may take, whichever of the grants arrive
+    assert sum(map(max, rows, held)) <= max(room, sum(held))
+    assert min(rows) >= 0
+    if room >= sum(held) and 0 not in held:
+        assert sum(rows) == room
+    # once what is given back has been, nobody is without
+    if room >= len(held):
+        again = limiter.allot(room, rows, [0] * len(held), turn + 1)
+        assert min(again) >= 1
+    # a share is equal, to the row that does not divide
+    fresh = [rows[s] for s in range(len(held)) if held[s] == 0]
+    assert not fresh or max(fresh) - min(fresh) <= 1
+
+
+def test_rows_that_do_not_divide_go_round():
+    given_to = [limiter.allot(1, [0, 0, 0], [0, 0, 0], turn).index(1) for turn in range(6)]
+    assert sorted(given_to[:3]) == [0, 1, 2]
+    assert given_to[3:] == given_to[:3]
+
+
+def test_an_idle_shard_gives_back_all_but_a_row_and_a_busy_one_its_surplus():
+    assert limiter.allot(30, [0, 9, 20], [5, 0, 4], 0) == [1, 1, 10]
+    assert limiter.allot(30, [1, 1, 10], [0, 0, 4], 0) == [7, 7, 16]  # nobody is without: equal parts of the rest
+
+
+def test_it_follows_the_clock_of_a_train_ratio():
+    schedule = TrainRatio(ratio=1 / 8, start=50, window=5)
+    config = LimiterConfig.following(schedule, rows_per_update=16, tick_rows=2, capacity=1000, band=20)
+    assert (config.ratio, config.min_items, config.min_rows, config.lead) == (2.0, 50, 0, None)
+    # A learner that is never held up and one that follows the clock differ by no more than the band.
+    shard, clock, done = Shard([2], window=1), Clock(), 0
+    found = Limiter(config, {"a": shard})
+    for _ in range(400):
+        shard.write()
+        clock = schedule.tick(clock, 2)
+        found.look()
+        done += train_all(found)
+    assert abs(done - clock.due) * config.update_rows <= config.band + config.tick_rows + 2 * schedule.window
+    assert done > 80
+    assert LimiterConfig.following(replace(schedule, ratio=-1.0), 16, 2, 1000, 20).update_rows == 1.0
+    with pytest.raises(ValueError, match=r"limiter\.ratio"):
+        LimiterConfig.following(replace(schedule, ratio=0.0), 16, 2, 1000, 20)
+
+
+def test_it_follows_a_schedule_through_its_burst():
+    schedule = Schedule("rows", start=100, lead=4, ratio=0.5)
+    config = LimiterConfig.following(schedule, rows_per_update=6, tick_rows=4, capacity=1000, band=8)
+    assert (config.ratio, config.update_rows, config.min_rows, config.lead) == (3.0, 2.0, 101, 4)
+    shard = Shard([4])
+    found = Limiter(config, {"a": shard})
+    while shard.rows <= 100:
+        found.look()
+        assert not train(found)
+        assert shard.write()
+    found.look()
+    burst = 0
+    while not shard.write():
+        assert train(found)
+        burst += 1
+        found.look()
+    due = schedule.due(104)
+    # Inserts wait until the burst is worked off to the band's edge, less the tick that is kept free; then all of it is.
+    assert burst == due - (config.band - config.tick_rows) // 2 + 1
+    found.look()
+    assert burst + train_all(found) == schedule.due(shard.rows) + config.band // 2
+
+
+# what is never, and what is always
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from([*range(4)] * 3 + [4])), max_size=12)
+"""(shard, stream, what) that happens between the calls of one look."""
+
+
+class World(RuleBasedStateMachine):
+    """Writers, a learner and shards that die and come back at any moment, with a ledger beside the limiter's sums."""
+
+    @initialize(
+        config=configs,
+        sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4),
+        window=st.integers(1, 9),
+    )
+    def begin(self, config, sizes, window):
+        tick = sum(map(sum, sizes))
+        self.config = replace(config, tick_rows=tick, band=config.band + tick)
+        self.shards = {f"shard{n}": Shard(s, window) for n, s in enumerate(sizes)}
+        self.names = {id(s): name for name, s in self.shards.items()}
+        for shard in self.shards.values():
+            shard.heard, shard.meanwhile = self.hear, self.meanwhile
+        self.events: list[tuple[int, int, int]] = []
+        self.rows: set[tuple[str, int, int]] = set()  # every row that was ever read: (shard, incarnation, number)
+        self.starts: dict[tuple[str, int], int] = {}  # (shard, incarnation) -> first row that counts
+        self.updates: list[int] = []  # every update made, by number
+        self.saved = Totals(), set(), {}, []
+        self.learn()
+
+    def learn(self):
+        totals, self.rows, self.starts, self.updates = copy.deepcopy(self.saved)
+        # as a checkpoint's JSON gives it back
+        totals = Totals(**{**asdict(totals), "shards": {k: list(v) for k, v in totals.shards.items()}})
+        self.limiter = Limiter(self.config, self.shards, totals=totals)
+        self.admitted = self.made = 0
+        self.gone = 0  # rows of memberships that have ended
+        self.base: dict[str, int] = {}  # member -> its rows when it joined
+        self.counted: dict[str, int] = {}  # its rows when last read as a member
+        self.broken: set[str] = set()  # members that are none any more as soon as the look ends
+
+    # the ledger
+
+    def hear(self, shard, reading):
+        name = self.names[id(shard)]
+        if reading is None:
+            self.broken.add(name)
+            return
+        known = any(n == name for n, _ in self.starts)
+        start = self.starts.setdefault((name, shard.incarnation), shard.rows if known else 0)
+        self.rows |= {(name, shard.incarnation, k) for k in range(start, shard.rows)}
+        if reading.items == 0:
+            self.broken.add(name)
+        elif name not in self.broken:
+            self.counted[name] = shard.rows
+        self.last[name] = shard.rows
+
+    def meanwhile(self, shard):
+        if self.events:
+            n, stream, what = self.events.pop()
+            target = list(self.shards.values())[n % len(self.shards)]
+            stream %= len(target.streams)
+            if what == 0:
+                target.look(stream)
+            elif what == 1:
+                target.land(stream)
+            elif what == 4:
+                target.up = False
+            else:
+                target.write(stream)
+            self.in_band()
+
+    def inserted(self) -> int:
+        """Rows on the clock, down to the last one that has arrived."""
+        now = {n: self.counted[n] if n in self.broken else self.shards[n].rows for n in self.base}
+        return self.gone + sum(now[n] - base for n, base in self.base.items())
+
+    @invariant()
+    def in_band(self):
+        lead = self.admitted * self.config.update_rows - self.inserted()
+        assert -self.config.band <= lead <= self.config.band * (1 + 1e-9)
+
+    @invariant()
+    def right_to_the_row(self):
+        status = self.limiter.status()
+        totals = self.limiter.totals()
+        assert (totals.inserted, totals.updates) == (len(self.rows), len(self.updates))
+        assert len(set(self.updates)) == len(self.updates)
+        if self.rows:
+            assert status.run_ratio == len(self.updates) * self.config.rows_per_update / len(self.rows)
+        else:
+            assert math.isnan(status.run_ratio)
+
+    # what happens
+
+    @rule(events=EVENTS)
+    def look(self, events):
+        self.events, self.last = events, {}
+        self.limiter.look()
+        self.events = []
+        members = set(self.limiter.status().headroom)
+        for name in list(self.base):
+            if name in self.broken or name not in members:
+                self.gone += self.counted[name] - self.base.pop(name)
+        self.broken.clear()
+        for name in members - self.base.keys():
+            self.base[name] = self.counted[name] = self.last[name]
+
+    @rule(n=st.integers(0, 3), stream=st.integers(0, 2), ticks=st.integers(1, 9))
+    def write(self, n, stream, ticks):
+        shard = list(self.shards.values())[n % len(self.shards)]
+        for _ in range(ticks):
+            shard.write(stream % len(shard.streams))
+            self.in_band()
+
+    @rule(n=st.integers(0, 3), stream=st.integers(0, 2), land=st.booleans())
+    def write_slowly(self, n, stream, land):
+        shard = list(self.shards.values())[n % len(self.shards)]
+        (shard.land if land else shard.look)(stream % len(shard.streams))
+
+    @rule(batches=st.integers(1, 9))
+    def sample(self, batches):
+        for _ in range(batches):
+            if self.limiter.wait_to_train(0.0):
+                self.admitted += 1
+                assert self.base  # and something can be sampled
+
+    @rule()
+    def train(self):
+        while self.made < self.admitted:
+            self.limiter.trained()
+            self.made += 1
+            self.updates.append(len(self.updates))
+
+    @rule()
+    def checkpoint(self):
+        self.saved = copy.deepcopy((self.limiter.totals(), self.rows, self.starts, self.updates))
+
+    @rule()
+    def restart_learner(self):
+        self.learn()
+
+    @rule(n=st.integers(0, 3))
+    def kill_shard(self, n):
+        list(self.shards.values())[n % len(self.shards)].up = False
+
+    @rule(n=st.integers(0, 3))
+    def start_shard(self, n):
+        shard = list(self.shards.values())[n % len(self.shards)]
+        if not shard.up:
+            shard.passed.clear()
+        shard.up = True
+
+    @rule(n=st.integers(0, 3), kept=st.none() | st.floats(0, 1))
+    def lose_shard(self, n, kept):
+        """Made anew, or restored to a mark; its credit then stays, as it does over a restart."""
+        name, shard = list(self.shards.items())[n % len(self.shards)]
+        if name in self.base:
+            self.broken.add(name)
+        if kept is None:
+            shard.lose(0)
+        else:
+            shard.lose(int(shard.rows * kept), shard.credit)
+
+    @rule()
+    def somebody_may_go_on(self):
+        """Whatever has happened, after two looks either the learner need not wait or no writer of a living shard."""
+        self.look([])
+        self.look([])
+        if self.limiter.wait_to_train(0.0):
+            self.admitted += 1
+        else:
+            assert all(s.open for s in self.shards.values() if s.up)
+
+    def teardown(self):
+        """Nobody is blocked for ever: once all are up, every writer and the learner get on."""
+        if not hasattr(self, "limiter"):
+            return
+        for n in range(4):
+            self.start_shard(n)
+        c = self.config
+        rounds = 20 + int(4 * (2 * c.band + c.update_rows + c.min_rows + 10 * len(self.shards)))
+        before = self.admitted
+        waiting = {(s, k) for s, shard in self.shards.items() for k in range(len(shard.streams))}
+        for turn in range(rounds):
+            self.look([])
+            for s, shard in self.shards.items():
+                order = range(len(shard.streams))
+                for k in (*order[turn % len(order) :], *order[: turn % len(order)]):
+                    if shard.write(k):
+                        waiting.discard((s, k))
+                    self.in_band()
+            while self.limiter.wait_to_train(0.0):
+                self.admitted += 1
+            self.in_band()
+            if not waiting and self.admitted > before:
+                return
+        raise AssertionError(f"after {rounds} rounds {waiting} and {self.admitted - before} updates")
+
+
+def test_the_ledger_agrees():
+    run_state_machine_as_test(World)
