@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,9 @@ from telamon.data import Rows, Window, WriteBack, from_columns
 from telamon.replay import Purpose, ReplayStats, TableSpec
 from telamon.rpc import codec
 from telamon.rpc.appender import Appender, check_columns
-from telamon.rpc.connection import AWAY, Connection, Deadline, Duplex, Ended, Lane
+from telamon.rpc.connection import Connection, Deadline, Lane, Sharing
 from telamon.rpc.security import Endpoint, is_local
-from telamon.rpc.shared import SharedSlots, sweep
+from telamon.rpc.shared import sweep
 from telamon.rpc.v1 import replay_pb2
 
 Answer = TypeVar("Answer")
@@ -29,7 +30,7 @@ PURPOSES: dict[Purpose, replay_pb2.Purpose] = {
     "report": replay_pb2.PURPOSE_REPORT,
 }
 _IN_FLIGHT = 4
-"""Frames of a write-back that are sent before the first one's answer is waited for."""
+"""Frames of a write-back that wait for their answers at once."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,17 @@ class Client:
         self._configured = replay_pb2.ConfigureRequest(table=table, spec=codec.spec_to_proto(spec), seed=seed)
         self._windows = codec.sample_layout(spec)
         self._latents = codec.write_back_layout(spec)
-        self._share = is_local(endpoint.address) if shared_memory is None else shared_memory
-        self._must_share = shared_memory is True
         self._slots = slots
-        self._memory: SharedSlots | None = None
         self._has_sampled = False
         self.items: int | None = None
         """What the last `sample` chose among, or `stats` found; None before."""
         self._sampled_incarnation: int | None = None
 
         self._connection = Connection(endpoint)
-        self._sampling = Lane(self._connection, "Sample")
-        self._writing = Lane(self._connection, "WriteBack")
+        wanted = is_local(endpoint.address) if shared_memory is None else shared_memory
+        self._sharing = Sharing(endpoint.address, wanted, required=shared_memory is True)
+        self._sampling = Lane(self._connection, self._sharing, "Sample")
+        self._writing = Lane(self._connection, self._sharing, "WriteBack")
         self._writer: Appender | None = None
         try:
             deadline = Deadline(timeout)
@@ -105,7 +105,7 @@ class Client:
         except BaseException:
             self._connection.close()
             raise
-        if self._share:
+        if wanted:
             sweep()
 
     # Replay
@@ -123,8 +123,7 @@ class Client:
         if not 1 <= batch < 2**32:
             raise ValueError(f"a batch of {batch} windows is none; batch must be 1 to {2**32 - 1}")
         columns = self._with_table(
-            lambda: self._sampling.exchange(lambda duplex: self._draw(duplex, batch, purpose, deadline), deadline),
-            deadline,
+            lambda: self._sampling.exchange(lambda: self._draw(batch, purpose, deadline), deadline), deadline
         )
         env_id, first_row = columns.pop("env_id"), columns.pop("first_row")
         return Window(env_id=env_id, first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
@@ -138,8 +137,7 @@ class Client:
         columns = {"env_id": update.env_id, "row": update.row, **{f"latents/{k}": v for k, v in update.latents.items()}}
         check_columns(columns, self._latents, count)
         return self._with_table(
-            lambda: self._writing.exchange(lambda duplex: self._write(duplex, columns, count, deadline), deadline),
-            deadline,
+            lambda: self._writing.exchange(lambda: self._write(columns, count, deadline), deadline), deadline
         )
 
     def stats(self, timeout: float | None = None) -> ReplayStats:
@@ -147,8 +145,10 @@ class Client:
 
     def mark(self, name: str, timeout: float | None = None) -> None:
         """Makes the present state restorable under `name`, what was appended before included."""
-        self.flush(timeout)
-        self._call("Mark", replay_pb2.MarkRequest(table=self._table, name=name), self._deadline(timeout))
+        deadline = self._deadline(timeout)
+        if self._writer is not None:
+            self._writer.flush(deadline)
+        self._call("Mark", replay_pb2.MarkRequest(table=self._table, name=name), deadline)
 
     def restore(self, name: str, timeout: float | None = None) -> None:
         """Returns to a mark. What this client appended since is undone, and its next rows continue those of the mark.
@@ -253,31 +253,33 @@ class Client:
             self._writer.close()
         self._sampling.close()
         self._writing.close()
-        self._forget_memory()
 
-    # Sampling; one exchange at a time
+    # Inside of an exchange
 
-    def _draw(self, duplex: Duplex, batch: int, purpose: Purpose, deadline: Deadline) -> dict[str, np.ndarray]:
+    def _draw(self, batch: int, purpose: Purpose, deadline: Deadline) -> dict[str, np.ndarray]:
         """Columns of `batch` windows, [batch, ...] each."""
+        layout, lane = self._windows, self._sampling
+        # A poll for the first window ends its call each time: it is not worth any memory yet.
+        if self._has_sampled or self._sharing.required:
+            ask = lambda memory: replay_pb2.SampleRequest(shared=memory).SerializeToString()
+            lane.share(self._slots, layout.nbytes(batch, codec.SLOT), ask, deadline)
         request = replay_pb2.SampleRequest(table=self._table, batch=batch, purpose=PURPOSES[purpose])
-        duplex = self._offer_memory(duplex, self._windows.nbytes(batch, codec.SLOT), deadline)
-        memory = self._memory
-        slot = memory.take() if memory is not None else None
-        if slot is not None:
+        memory = lane.memory
+        if memory is not None and (slot := memory.take()) is not None:
             request.slot = slot
-        duplex.send(request.SerializeToString())
+        lane.send(request.SerializeToString())
         out: dict[str, np.ndarray] = {}
         filled = 0
         while filled < batch:
-            frame = codec.decode_frame(duplex.receive(deadline))
+            frame = codec.decode_frame(lane.receive(deadline))
             header = frame.header
-            self._windows.check(header.columns)
+            layout.check(header.columns)
             if header.count > batch - filled or header.windows.last != (filled + header.count == batch):
                 raise RuntimeError(f"the server sent {filled + header.count} windows where {batch} were asked for")
-            if memory is not None and header.HasField("slot"):
-                out = memory.views(header.slot, self._windows, batch)
+            if memory is not None and request.HasField("slot"):
+                out = memory.views(request.slot, layout, batch)
             else:
-                part = self._windows.views(frame.payload, header.count)
+                part = layout.views(frame.payload, header.count)
                 if not filled:
                     out = {name: np.empty((batch, *v.shape[1:]), v.dtype) for name, v in part.items()}
                 for name, value in part.items():
@@ -287,73 +289,43 @@ class Client:
         self._has_sampled = True
         return out
 
-    def _offer_memory(self, duplex: Duplex, nbytes: int, deadline: Deadline) -> Duplex:
-        """Sees to it that slots of `nbytes` are shared, if they can be; the call to go on with."""
-        if duplex.fresh:
-            self._forget_memory()  # the server of another call does not know it
-        # A poll for the first window ends its call each time: it is not worth any memory yet.
-        if not self._share or not (self._has_sampled or self._must_share):
-            return duplex
-        if self._memory is not None and nbytes <= self._memory.slot_bytes:
-            return duplex
-        if not duplex.fresh:
-            duplex = self._sampling.reopen()
-            self._forget_memory()
-        try:
-            memory = SharedSlots.create(self._slots, nbytes)
-        except (OSError, ValueError) as error:
-            if self._must_share:
-                raise
-            self._share_no_more(str(error))
-            return duplex
-        offer = replay_pb2.SharedMemory(path=str(memory.path), slot_bytes=memory.slot_bytes, slots=memory.slots)
-        try:
-            duplex.send(replay_pb2.SampleRequest(table=self._table, shared=offer).SerializeToString())
-            duplex.receive(deadline)
-        except Ended as error:
-            memory.close()
-            if self._must_share or error.failure.code in AWAY:
-                raise
-            self._share_no_more(error.failure.details)
-            return self._sampling.reopen()
-        finally:
-            memory.unlink()
-        self._memory = memory
-        return duplex
-
-    def _share_no_more(self, reason: str) -> None:
-        self._share = False
-        _log.warning(
-            "event=memory_not_shared address=%s table=%s reason=%r", self._connection.address, self._table, reason
-        )
-
-    def _forget_memory(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-
-    # Writing back; one exchange at a time
-
-    def _write(self, duplex: Duplex, columns: Mapping[str, np.ndarray], count: int, deadline: Deadline) -> int:
+    def _write(self, columns: Mapping[str, np.ndarray], count: int, deadline: Deadline) -> int:
         """Sends all frames, some of them ahead of their answers; rows that were written."""
+        layout, lane = self._latents, self._writing
+        ask = lambda memory: codec.join_frame(replay_pb2.Header(shared=memory), ())
+        most = max(1, codec.FRAME_BYTES // layout.nbytes(1))
+        lane.share(_IN_FLIGHT, layout.nbytes(most, codec.SLOT), ask, deadline)
         known = self._sampled_incarnation
-        written = unanswered = 0
-        for begin, end in codec.frames_of(count, self._latents.nbytes(1)):
-            header = self._latents.header(end - begin)
+        written = 0
+        unanswered: deque[int | None] = deque()
+        """Slots of the frames that were sent; None for one that carries its own payload."""
+        for begin, end in codec.frames_of(count, layout.nbytes(1)):
+            if len(unanswered) == _IN_FLIGHT:
+                written += self._written(unanswered.popleft(), deadline)
+            header = layout.header(end - begin)
             header.table, header.incarnation = self._table, self._incarnation if known is None else known
             header.write_back.SetInParent()
             part = {name: value[begin:end] for name, value in columns.items()}
-            duplex.send(codec.encode_frame(header, self._latents.nbytes(end - begin), partial(self._fill, part)))
-            unanswered += 1
-            if unanswered > _IN_FLIGHT:
-                written += self._written(duplex, deadline)
-                unanswered -= 1
-        return written + sum(self._written(duplex, deadline) for _ in range(unanswered))
+            slot = None if lane.memory is None else lane.memory.take()
+            unanswered.append(slot)
+            if lane.memory is None or slot is None:
+                fill = partial(_fill, layout, part, codec.PACKED)
+                lane.send(codec.encode_frame(header, layout.nbytes(end - begin), fill))
+            else:
+                header.slot = slot
+                _fill(layout, part, codec.SLOT, lane.memory.slot(slot))
+                lane.send(codec.join_frame(header, ()))
+        return written + sum(self._written(slot, deadline) for slot in unanswered)
 
-    def _fill(self, columns: Mapping[str, np.ndarray], payload: memoryview) -> None:
-        for name, view in self._latents.views(payload, len(columns["row"])).items():
-            view[...] = columns[name]
+    def _written(self, slot: int | None, deadline: Deadline) -> int:
+        """The answer to the frame that went through `slot`."""
+        ack = replay_pb2.WriteBackAck.FromString(self._writing.receive(deadline))
+        if self._writing.memory is not None and slot is not None:
+            self._writing.memory.give_back(slot)
+        return ack.written
 
-    @staticmethod
-    def _written(duplex: Duplex, deadline: Deadline) -> int:
-        return replay_pb2.WriteBackAck.FromString(duplex.receive(deadline)).written
+
+def _fill(layout: codec.Layout, columns: Mapping[str, np.ndarray], align: int, buffer: memoryview) -> None:
+    """Lays rows [n, ...] out in a payload or slot."""
+    for name, view in layout.views(buffer, len(columns["row"]), align).items():
+        view[...] = columns[name]

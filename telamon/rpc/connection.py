@@ -1,11 +1,13 @@
 """The calls of a client on one replay server: with its token, with deadlines, and again while the server is away.
 
 Control calls are repeated until they are answered. Array-carrying calls are long-lived and carry raw bytes: what they
-mean is read and written by their users, outside of gRPC's own threads.
+mean is read and written by their users, outside of gRPC's own threads. Each may share memory with the server, which
+lives as long as the call.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -16,8 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from telamon.rpc.security import Endpoint, metadata, open_channel
+from telamon.rpc.shared import SharedSlots
 from telamon.rpc.status import error_of
 from telamon.rpc.v1 import replay_pb2, replay_pb2_grpc
+
+_log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -192,17 +197,59 @@ class Ended(Exception):
         self.failure = failure
 
 
+class Sharing:
+    """Whether a client's calls share memory with the server.
+
+    wanted: whether they try to. required: whether they fail where they cannot; otherwise they do without it.
+    """
+
+    def __init__(self, address: str, wanted: bool, required: bool) -> None:
+        self.wanted = wanted
+        self.required = required
+        self._address = address
+
+    def make(self, slots: int, slot_bytes: int) -> SharedSlots | None:
+        """New memory, to be offered; None where there is none to be had. Raises OSError or ValueError if required."""
+        try:
+            return SharedSlots.create(slots, slot_bytes) if self.wanted else None
+        except (OSError, ValueError) as error:
+            self.refuse(error)
+            return None
+
+    def refuse(self, reason: Exception) -> None:
+        """From now on nothing is shared. Raises the reason if it is required."""
+        if self.required:
+            raise reason
+        if self.wanted:
+            self.wanted = False
+            _log.warning("event=memory_not_shared address=%s reason=%r", self._address, str(reason))
+
+
+def offer(memory: SharedSlots) -> replay_pb2.SharedMemory:
+    """What tells the server of it."""
+    return replay_pb2.SharedMemory(path=str(memory.path), slot_bytes=memory.slot_bytes, slots=memory.slots)
+
+
+def is_refusal(failure: Failure) -> bool:
+    """Whether a call that ended before its offer of memory was answered ended because of it."""
+    return failure.code not in (*AWAY, grpc.StatusCode.UNAUTHENTICATED)
+
+
 class Lane:
     """A long-lived call that is opened when it is needed and again after an error; one exchange on it at a time."""
 
-    def __init__(self, connection: Connection, method: str) -> None:
+    memory: SharedSlots | None = None
+    """What the present call shares."""
+
+    def __init__(self, connection: Connection, sharing: Sharing, method: str) -> None:
         self._connection = connection
+        self._sharing = sharing
         self._method = method
         self._lock = threading.Lock()
         self._duplex: Duplex | None = None
 
-    def exchange(self, talk: Callable[[Duplex], Answer], deadline: Deadline) -> Answer:
-        """Says `talk` over the call, and again over a new one while the server is away.
+    def exchange(self, talk: Callable[[], Answer], deadline: Deadline) -> Answer:
+        """Does `talk`, which sends and receives, and again over a new call while the server is away.
 
         Raises TimeoutError, and what `telamon.rpc.status` makes of the code of a call that was refused.
         """
@@ -211,7 +258,7 @@ class Lane:
         try:
             for delay in delays():
                 try:
-                    return talk(self._open())
+                    return talk()
                 except Ended as error:
                     self._drop()
                     if error.failure.code not in AWAY:
@@ -225,15 +272,43 @@ class Lane:
         finally:
             self._lock.release()
 
-    def reopen(self) -> Duplex:
-        """A new call in the place of the present one; for use inside of an exchange."""
-        self._drop()
-        return self._open()
-
     def close(self) -> None:
         """After the connection was closed, which ends an exchange that is going on."""
         with self._lock:
             self._drop()
+
+    # Inside of an exchange
+
+    def send(self, message: bytes) -> None:
+        self._open().send(message)
+
+    def receive(self, deadline: Deadline) -> bytes:
+        """See Duplex."""
+        return self._open().receive(deadline)
+
+    def share(
+        self, slots: int, slot_bytes: int, message: Callable[[replay_pb2.SharedMemory], bytes], deadline: Deadline
+    ) -> None:
+        """Sees to it that `memory` has slots of `slot_bytes`, if it may and can; `message` is the call's first then."""
+        if self.memory is not None and slot_bytes <= self.memory.slot_bytes:
+            return
+        if (memory := self._sharing.make(slots, slot_bytes)) is None:
+            return
+        try:
+            if not self._open().fresh:
+                self._drop()
+            self.send(message(offer(memory)))
+            self.receive(deadline)
+        except Ended as error:
+            memory.close()
+            if not is_refusal(error.failure):
+                raise
+            self._sharing.refuse(error.failure.error())
+            self._drop()
+            return
+        finally:
+            memory.unlink()
+        self.memory = memory
 
     def _open(self) -> Duplex:
         if self._duplex is None:
@@ -244,3 +319,6 @@ class Lane:
         if self._duplex is not None:
             self._duplex.close()
             self._duplex = None
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None

@@ -135,8 +135,10 @@ def test_latents_are_written_back(connect, shared_memory):
     assert fresh.sum() > 30
 
 
-def test_a_write_back_of_many_frames(connect, site):
-    writer = Writer(connect(stream="w", num_envs=ENVS))
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_write_back_of_many_frames(connect, shared_memory):
+    """Of two updates of one row the later wins, whichever frames they travel in."""
+    writer = Writer(connect(stream="w", num_envs=ENVS, shared_memory=shared_memory))
     for _ in range(30):
         writer.episode()
     env = np.tile(np.arange(ENVS), 50_000)
@@ -148,6 +150,8 @@ def test_a_write_back_of_many_frames(connect, site):
         for t in range(3):
             assert window.latents["version"][i, t] == newest[window.env_id[i], window.first_row[i] + t]
     assert writer.client.write_back(latents_of(env[:0], row[:0], row[:0])) == 0
+    memory = writer.client._writing.memory
+    assert sorted(memory._free) == [0, 1, 2, 3] if shared_memory else memory is None
 
 
 def test_windows_are_the_callers_own_whatever_comes_later(connect):
@@ -155,7 +159,7 @@ def test_windows_are_the_callers_own_whatever_comes_later(connect):
     writer = Writer(connect(stream="w", num_envs=ENVS, slots=2, shared_memory=True))
     for _ in range(10):
         writer.episode()
-    memory = lambda: sorted(writer.client._memory._free)
+    memory = lambda: sorted(writer.client._sampling.memory._free)
     kept = [writer.client.sample(20) for _ in range(5)]
     assert memory() == []
     copies = [(w.first_row.copy(), w.reward.copy()) for w in kept]
@@ -187,13 +191,13 @@ def test_memory_is_shared_only_if_it_may_and_can_be(connect, monkeypatch, caplog
 
     for _ in range(3):
         writer.tracked.check(writer.client.sample(10))
-    assert writer.client._memory is None
+    assert writer.client._sampling.memory is None
     monkeypatch.setattr(SharedSlots, "attach", refuse)
     client = connect()
     for _ in range(3):
         writer.tracked.check(client.sample(10))
     assert [message for message in caplog.messages if "memory_not_shared" in message] == [
-        f"event=memory_not_shared address={client._connection.address} table=t reason='it is on another host'"
+        f"event=memory_not_shared address={client._connection.address} reason='it is on another host'"
     ]
     with pytest.raises(ValueError, match="it is on another host"):
         connect(shared_memory=True).sample(10)
@@ -640,8 +644,8 @@ def test_after_close_nothing_is_left(site):
         writer.episode(20)
         window = client.sample(5)
         client.write_back(latents_of(window.env_id, window.first_row, window.first_row))
-        assert client._memory is not None
-        assert not client._memory.path.exists()
+        assert client._sampling.memory is not None
+        assert not client._sampling.memory.path.exists()
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("telamon")]
     writer.tracked.check(window)  # which keeps its memory
     for call in (lambda: client.sample(1), client.stats, client.flush, lambda: client.append(mixed([True, True], 20))):
