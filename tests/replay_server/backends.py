@@ -11,8 +11,16 @@ import numpy as np
 
 from replay_server.store import Store
 from telamon.data import RowSpec, WindowSpec
-from telamon.replay import Replay
+from telamon.replay import Replay, TableSpec
+from telamon.rpc.client import Client
+from telamon.rpc.security import Endpoint
 from tests.replay_server.model import ROW
+
+TIMEOUT = 20.0
+"""Seconds; whatever waits that long has failed."""
+
+NUMBER = count()
+"""Of tables; several backends may share a server."""
 
 
 class Embedded:
@@ -20,20 +28,38 @@ class Embedded:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._number = count()
 
     @contextmanager
     def table(
         self, window: WindowSpec, num_envs: int, capacity: int, seed: int = 0, row: RowSpec = ROW
     ) -> Iterator[Replay]:
-        folder = self._directory / f"table-{next(self._number)}"
+        folder = self._directory / f"table-{next(NUMBER)}"
         yield Store(row, window, num_envs, capacity, np.random.default_rng(seed), folder)
 
 
-@contextmanager
-def store(directory: Path) -> Iterator[Embedded]:
-    yield Embedded(directory)
+class Remote:
+    """Tables of a server, each through a client that is their only writer."""
 
+    def __init__(self, endpoint: Endpoint, shared_memory: bool) -> None:
+        self.endpoint = endpoint
+        self.shared_memory = shared_memory
 
-BACKENDS = {"store": store}
-"""Name -> (a folder of its own -> context manager of what makes tables)."""
+    @staticmethod
+    def name() -> str:
+        """Of a table that is not there yet."""
+        return f"table-{next(NUMBER)}"
+
+    def client(
+        self, name: str, spec: TableSpec, stream: str | None = "writer", num_envs: int | None = None, **options: object
+    ) -> Client:
+        """A client, by default the one that writes all environments."""
+        num_envs = spec.max_envs if num_envs is None else num_envs
+        options = {"timeout": TIMEOUT, "shared_memory": self.shared_memory, **options}
+        return Client(self.endpoint, name, spec, stream=stream, num_envs=num_envs, **options)
+
+    @contextmanager
+    def table(
+        self, window: WindowSpec, num_envs: int, capacity: int, seed: int = 0, row: RowSpec = ROW
+    ) -> Iterator[Client]:
+        with self.client(self.name(), TableSpec(row, window, capacity, num_envs), seed=seed) as client:
+            yield client
