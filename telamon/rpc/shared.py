@@ -28,7 +28,7 @@ MAX_SHARED_BYTES = 2**32
 """Of one file."""
 
 _NAME = re.compile("telamon-slots-[0-9a-f]{32}")
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: whoever plants a pipe halts nobody
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SharedSlots:
