@@ -39,8 +39,8 @@ MAX_PAYLOAD_BYTES = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - 64
 
 MAX_COLUMNS = 1024
 MAX_DIMENSIONS = 16
-MAX_NAME = 256
-"""Characters of a column's name."""
+MAX_NAME = 80
+"""UTF-8 bytes of a key; a server names files after keys, in which a byte may become three characters of 255."""
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -352,10 +352,10 @@ def check_spec(spec: TableSpec) -> None:
     for group, arrays in groups.items():
         seen: set[str] = set()
         for key, array in arrays:
-            if key in seen or not (key or array is spec.row.action) or len(key) > MAX_NAME:
+            if key in seen or not (key or array is spec.row.action) or len(key.encode()) > MAX_NAME:
                 raise ValueError(
                     f"{group} of the row spec has an array called {_short(key)}; "
-                    f"a name has 1 to {MAX_NAME} characters and appears once"
+                    f"a name has 1 to {MAX_NAME} bytes and appears once"
                 )
             seen.add(key)
             _check_array(f"{group}/{_short(key)}", array)

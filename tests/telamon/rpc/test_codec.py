@@ -59,6 +59,9 @@ headers = st.builds(
 )
 
 
+F32 = ArraySpec((2,))
+
+
 def spec_of(**changes: Any) -> TableSpec:
     return dataclasses.replace(fuzz_codec.EXAMPLE, **changes)
 
@@ -433,14 +436,16 @@ def test_stats_come_back_exactly(counts: list[int]) -> None:
     assert (proto.incarnation, proto.num_envs, proto.credit) == (2**64 - 1, 3, -1)
 
 
+def test_keys_may_be_long_and_strange() -> None:
+    spec = with_obs(("n" * codec.MAX_NAME, F32), ("é" * (codec.MAX_NAME // 2), F32), ("../a b/\0", F32))
+    assert codec.spec_from_proto(codec.spec_to_proto(spec)) == spec
+
+
 def test_a_bare_action_and_a_dict_of_one_are_not_the_same() -> None:
     bare = spec_of(row=RowSpec((), ArraySpec((2,))))
     of_one = spec_of(row=RowSpec((), (("action", ArraySpec((2,))),)))
     assert codec.spec_from_proto(codec.spec_to_proto(bare)) == bare
     assert codec.spec_from_proto(codec.spec_to_proto(of_one)) == of_one
-
-
-F32 = ArraySpec((2,))
 
 
 @pytest.mark.parametrize(
@@ -458,8 +463,9 @@ F32 = ArraySpec((2,))
         (with_obs(("x", ArraySpec((), "int32", -1))), "classes of obs/'x' is -1"),
         (with_obs(("x", ArraySpec((), "int32", 2**32))), f"classes of obs/'x' is {2**32}"),
         (with_obs(("x", F32), ("x", F32)), "obs of the row spec has an array called 'x'; .* appears once"),
-        (with_obs(("", F32)), "obs of the row spec has an array called ''; a name has 1 to 256 characters"),
-        (with_obs(("n" * 257, F32)), "obs of the row spec has an array called 'nnn"),
+        (with_obs(("", F32)), "obs of the row spec has an array called ''; a name has 1 to 80 bytes"),
+        (with_obs(("n" * 81, F32)), "obs of the row spec has an array called 'nnn"),
+        (with_obs(("é" * 41, F32)), "obs of the row spec has an array called 'ééé"),
         (with_obs(*((f"x{k}", F32) for k in range(1024))), "the row spec has 1025 columns; at most 1024"),
         (with_obs(*((f"x{k}", ArraySpec((2**22,))) for k in range(4))), "one row takes 67108880 bytes"),
         (with_obs(("x", ArraySpec((2**23,)))), "one window takes"),
