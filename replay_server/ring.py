@@ -96,8 +96,11 @@ class Ring:
         self._touched = {group: self.storage.array(f"touched-{group}", (chunks,), np.dtype(bool)) for group in groups}
 
     def check(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-        """Raises ValueError for a tick that `append` must not get: an unknown or repeated environment, a bad column."""
+        """Raises ValueError for a tick that `append` must not get: no row, an unknown or repeated environment, a bad
+        column."""
         self._check_env_id(env_id)
+        if not env_id.size:
+            raise ValueError("a tick has no rows; it must have one of at least one environment")
         if env_id.size > 1 and np.bincount(env_id).max() > 1:
             raise ValueError(f"env_id {env_id.tolist()} repeats an environment; a tick has one row of each")
         check_columns(columns, self._layout, env_id.size)

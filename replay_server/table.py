@@ -48,6 +48,8 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LATENTS_PREFIX = "telamon-latents-"
 OWNER = "owner"
 """The file beside latents that says whose they are."""
+LOCK_ATTEMPTS, LOCK_PAUSE = 10, 0.02
+"""Tries to lock a folder, and seconds between: whoever only looks whether it is locked holds the lock for a moment."""
 CREDIT_POLL = 0.05
 """Seconds between looks at whether a table out of credit can still be sampled."""
 
@@ -528,20 +530,33 @@ def sweep_rows(directory: Path, keep: Path) -> None:
 def sweep_latents(latents_root: Path) -> None:
     """Removes latents of tables that are gone or go on as another incarnation; never those of a running service."""
     for path in latents_root.glob(f"{LATENTS_PREFIX}*"):
-        owner = path / OWNER
-        if not owner.is_file() or owner.stat().st_uid != os.getuid():
-            continue
-        table = Path(owner.read_text())
-        served = table.parent / "lock"
-        if served.exists() and is_locked(served):
-            continue
         try:
-            body, _ = durable.read_json(table / "table.json", "table file")
-        except (OSError, ValueError):
-            body = {"incarnation": "0"}
-        if int(body["incarnation"], 16) != int(path.name.removeprefix(LATENTS_PREFIX), 16):
-            log.info("event=latents_removed path=%s owner=%s", path, table)
-            shutil.rmtree(path)
+            table = owner_of(path)
+            if table is None or is_locked(table.parent / "lock"):
+                continue
+            incarnation = path.name.removeprefix(LATENTS_PREFIX)
+            if present_incarnation(table) != incarnation:
+                log.info("event=latents_removed path=%s owner=%s", path, table)
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # another service swept it first
+
+
+def owner_of(latents: Path) -> Path | None:
+    """The folder of the table whose latents lie there; None where nobody of this user says so yet."""
+    owner = latents / OWNER
+    if not owner.is_file() or owner.stat().st_uid != os.getuid():
+        return None
+    return Path(owner.read_text())
+
+
+def present_incarnation(directory: Path) -> str | None:
+    """As in names of folders; None where there is no table."""
+    try:
+        body, _ = durable.read_json(directory / "table.json", "table file")
+    except (FileNotFoundError, ValueError):
+        return None
+    return f"{int(body['incarnation'], 16):016x}"
 
 
 def bring_latents(files: Files, spec: TableSpec) -> None:
@@ -579,21 +594,29 @@ def lock_directory(directory: Path) -> int:
     """Locks a folder for this process; returns the descriptor. Raises OSError naming who has it."""
     path = directory / "lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.read(descriptor, 32).decode() or "unknown"
-        os.close(descriptor)
-        text = f"process {owner} already serves this folder; stop it, or give --directory another one"
-        raise OSError(errno.EBUSY, text, str(directory)) from error
+    for attempt in reversed(range(LOCK_ATTEMPTS)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if attempt:
+                time.sleep(LOCK_PAUSE)
+                continue
+            owner = os.read(descriptor, 32).decode() or "unknown"
+            os.close(descriptor)
+            text = f"process {owner} already serves this folder; stop it, or give --directory another one"
+            raise OSError(errno.EBUSY, text, str(directory)) from error
     os.truncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds this lock."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Whether some process holds this lock; False where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -33,7 +33,8 @@ def test_readme_shows_the_command_of_make_train():
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/guide.md", "docs/environments.md", "docs/design.md", "docs/numerics.md"]
+    "document",
+    ["README.md", *(f"docs/{name}.md" for name in ("guide", "environments", "design", "numerics", "replay"))],
 )
 def test_links_lead_somewhere(document: str):
     path = ROOT / document

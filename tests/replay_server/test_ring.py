@@ -106,6 +106,7 @@ def test_a_full_ring_gives_up_the_oldest_row_before_it_overwrites_it():
 @pytest.mark.parametrize(
     ("env", "columns", "message"),
     [
+        (np.zeros(0, int), tick([], []), "a tick has no rows; it must have one of at least one environment"),
         ([0, 0], tick([0, 0], [3, 3]), r"env_id \[0, 0\] repeats an environment"),
         ([0, 2], tick([0, 2], [3, 3]), r"env_id \[0, 2\] leaves the table's environments 0 to 1"),
         ([-1], tick([-1], [3]), r"env_id \[-1\] leaves the table's environments 0 to 1"),
