@@ -177,9 +177,10 @@ configs = st.builds(
 
 @given(configs, st.integers(0, 10**7), st.integers(0, 10**7))
 def test_one_side_may_always_go_on(config, inserted, updates):
-    assert (
-        limiter.may_train(config, inserted, updates) or limiter.headroom(config, inserted, updates) >= config.tick_rows
-    )
+    room = limiter.headroom(config, inserted, updates)
+    assert limiter.may_train(config, inserted, updates) or room >= config.tick_rows
+    # and what is handed out ends in the band, with the tick that may be on its way
+    assert room + config.tick_rows <= limiter.lead(config, inserted, updates) + config.band
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=6), st.data())
@@ -408,6 +409,14 @@ class World(RuleBasedStateMachine):
             shard.passed.clear()
         shard.up = True
 
+    @rule(n=st.integers(0, 3))
+    def lift_the_bound(self, n):
+        """Somebody else's grant: what a shard takes without a bound is not on the clock."""
+        name, shard = list(self.shards.items())[n % len(self.shards)]
+        shard.credit = NO_BOUND
+        if name in self.base:
+            self.broken.add(name)
+
     @rule(n=st.integers(0, 3), kept=st.none() | st.floats(0, 1))
     def lose_shard(self, n, kept):
         """Made anew, or restored to a mark; its credit then stays, as it does over a restart."""
@@ -543,9 +552,9 @@ def test_a_shard_that_joins_late_fills_up_while_the_others_are_bounded():
     while old.write():
         found.look()
     while new.items == 0:
-        assert new.write()
         found.look()
         assert not old.write()
+        assert new.write()
     assert new.rows == 40
     assert not new.write()  # until it has joined, and then as the clock says
     found.look()
@@ -612,6 +621,47 @@ def test_a_shard_that_hangs_leaves_its_credit_to_the_others():
     assert found.totals().inserted == seen + one.rows - 2
     assert (before.rebases, found.status().rebases) == (0, 1)
     assert set(found.status().headroom) == {"one", "other"}
+
+
+def test_a_shard_that_dies_before_it_has_its_credit_is_none_of_the_members():
+    one, other = Shard([2], rows=5), Shard([2], rows=5)
+    found = open_limiter(one=one, other=other)
+    train(found)  # more to hand out
+
+    def dies_after_its_reading(shard: Shard) -> None:
+        one.up = shard.calls < calls + 2
+
+    calls, one.meanwhile = one.calls, dies_after_its_reading
+    found.look()
+    assert set(found.status().headroom) == {"other"}
+    one.up, one.meanwhile = True, lambda shard: None
+    found.look()
+    assert set(found.status().headroom) == {"one", "other"}
+    assert found.status().rebases == 1
+
+
+def test_rows_that_are_gone_are_not_taken_back():
+    """A machine died, and its shard came back with the rows that its disk had."""
+    shard = Shard([4], rows=8)
+    found = open_limiter(a=shard)
+    while shard.write():
+        found.look()
+    before = found.status().lead
+    shard.rows = 8
+    found.look()
+    assert found.status().lead == before < 0
+    assert found.totals().inserted == 8 - before
+    assert found.status().rebases == 1
+
+
+def test_nothing_bounds_inserts_before_the_fill():
+    shard = Shard([4], rows=50, credit=50)  # as the limiter before left it
+    found = open_limiter(replace(CONFIG, min_rows=100), a=shard)
+    while shard.rows < 100:
+        assert shard.write()
+        assert not train(found)
+    found.look()
+    assert 100 < shard.credit < 100 + CONFIG.band
 
 
 def test_what_no_shard_may_do_is_raised():
@@ -736,9 +786,12 @@ def test_looks_run_in_a_thread_and_what_ends_them_reaches_the_learner():
     shard.write()
     found = Limiter(CONFIG, {"a": shard}, interval=0.001)
     thread = threading.Thread(target=found.run, args=(stop,))
+    shard.meanwhile = lambda shard: shard.write() if shard.calls == 100 else None
     thread.start()
-    assert found.wait_to_train(10.0)
-    assert found.wait_to_train(10.0)
+    while found.wait_to_train(0.0 if found.status().headroom else 10.0):
+        pass
+    assert found.wait_to_train(10.0)  # once the next rows have come
+    assert found.waits().learner < 5.0
     shard.meanwhile = lambda shard: [][1]  # a defect
     with pytest.raises(RuntimeError, match="stopped looking") as raised:
         found.wait_to_train(10.0)
