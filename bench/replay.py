@@ -11,8 +11,10 @@ environments; "sample while inserting" has as many that insert beside those that
 
 Every case takes turns with its limit in the same processes: numpy's copy (embedded, shared) or the bare gRPC stream
 (bench/replay_limits.py). A case's bytes are those that must be moved once: rows in, windows out, latents back;
-`share` is their rate over that of the limit. `cpu_s_per_gb` has CPU seconds per 10^9 of those bytes. p50 and p99 are of
-one call: append of a tick (acknowledged later, and at the end of each turn), sample of a batch, write-back of its rows.
+`share` is their rate over that of the limit, `share_of_exchange` over that of a bare gRPC call which answers each
+request with as many messages of the same size. `cpu_s_per_gb` has CPU seconds per 10^9 of those bytes. p50 and p99 are
+of one call: append of a tick (acknowledged later, and at the end of each turn), append that waits for its
+acknowledgement, sample of a batch, write-back of its rows.
 
 python bench/replay.py [--rows dreamerv3 ...] [--paths shared ...] [--clients 1 4] [--seconds 0.3]
 python bench/replay.py --ring 5000000       a table of so many small rows: created, filled, killed, opened again
@@ -45,12 +47,13 @@ import psutil  # type: ignore[import-untyped]  # it has no type information
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.replay_limits import BareStream, Memcpy
+from bench.replay_limits import BareDown, BareUp, Memcpy
 from replay_server.store import Store
 from telamon.allocator import keep_freed_memory
 from telamon.data import ArraySpec, Rows, RowSpec, WindowSpec, WriteBack, as_dtype
 from telamon.replay import Replay, TableSpec
 from telamon.rpc.client import Client
+from telamon.rpc.codec import frames_of
 from telamon.rpc.security import TOKEN_VARIABLE, Endpoint
 
 ROOT = Path(__file__).parent.parent
@@ -162,7 +165,7 @@ class Worker:
         """flush: waits until everything appended is acknowledged. bare: address of the bare stream."""
         self._kind, self._replay, self._flush, self._bare = kind, replay, flush, bare
         self._source = Source(kind.row, num_envs)
-        self._limits: dict[tuple[int, str], Memcpy | BareStream] = {}
+        self._limits: dict[tuple[int, str], Memcpy | BareDown | BareUp] = {}
 
     def fill(self, ticks: int) -> None:
         for _ in range(ticks):
@@ -185,18 +188,35 @@ class Worker:
         """(what is repeated, what comes after)."""
         if task == "insert":
             return self._insert, self._flush
+        if task == "insert-acknowledged":
+            return self._insert_acknowledged, nothing
         if task == "sample":
             return self._sample, nothing
         if task == "write-back":
             return self._write_back(), nothing
         if (index, task) not in self._limits:
-            self._limits[index, task] = Memcpy() if task == "memcpy" else BareStream(self._bare, task)
+            self._limits[index, task] = self._limit(task)
         limit = self._limits[index, task]
         return lambda: (1, limit.call()), nothing
+
+    def _limit(self, task: str) -> Memcpy | BareDown | BareUp:
+        if task == "memcpy":
+            return Memcpy()
+        if task == "up":
+            return BareUp(self._bare)
+        if task == "down":
+            return BareDown(self._bare)
+        window, frames = self._kind.window_bytes, list(frames_of(self._kind.batch, self._kind.window_bytes))
+        return BareDown(self._bare, window * self._kind.batch // len(frames), len(frames))
 
     def _insert(self) -> tuple[int, int]:
         self._replay.append(self._source.next())
         return self._source.num_envs, self._source.num_envs * self._kind.row.nbytes
+
+    def _insert_acknowledged(self) -> tuple[int, int]:
+        done = self._insert()
+        self._flush()
+        return done
 
     def _sample(self) -> tuple[int, int]:
         self._replay.sample(self._kind.batch)
@@ -303,14 +323,14 @@ class Crew:
 
 
 @contextmanager
-def bare_server(address: str) -> Iterator[str]:
-    """Gives the address at which a process serves the bare stream."""
+def bare_server(address: str) -> Iterator[tuple[psutil.Process, str]]:
+    """Gives a process that serves the bare stream, and its address."""
     command = [sys.executable, str(ROOT / "bench" / "replay_limits.py"), address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         port = process.stdout.readline().strip()
-        yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
+        yield psutil.Process(process.pid), address if address.startswith("unix:") else f"127.0.0.1:{port}"
         process.stdin.close()
 
 
@@ -336,21 +356,22 @@ class Case:
     """Of each client."""
 
 
-DIRECTION = {"insert": "up", "write-back": "up", "sample": "down"}
-UNIT = {"insert": "rows", "write-back": "rows", "sample": "windows"}
+DIRECTION = {"insert": "up", "insert-acknowledged": "up", "write-back": "up", "sample": "down"}
+"""Task -> which bare stream is its limit over the wire."""
+UNIT = {"insert": "rows", "insert-acknowledged": "rows", "write-back": "rows", "sample": "windows"}
 
 
-def cases(kind: Kind, path: str, clients: Sequence[int]) -> Iterator[tuple[int, Case]]:
-    """(clients, case)."""
+def cases(kind: Kind, path: str, clients: Sequence[int]) -> Iterator[Case]:
     names = ["insert", "sample", *(["write-back"] if kind.latent_bytes else [])]
-    for count, name in product([1] if path == "embedded" else clients, names):
-        yield count, Case(name, ((name,),) * count)
+    for name, count in product(names, [1] if path == "embedded" else clients):
+        yield Case(name, ((name,),) * count)
     if path == "embedded":
-        yield 1, Case("sample while inserting", (("insert", "sample"),))
-    else:
-        for count in clients:
-            half = max(1, count // 2)
-            yield count, Case("sample while inserting", (("insert",),) * half + (("sample",),) * half)
+        yield Case("sample while inserting", (("insert", "sample"),))
+        return
+    yield Case("insert-acknowledged", (("insert-acknowledged",),))
+    for count in clients:
+        half = max(1, count // 2)
+        yield Case("sample while inserting", (("insert",),) * half + (("sample",),) * half)
 
 
 def digits(value: float) -> float:
@@ -358,39 +379,74 @@ def digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def measure(case: Case, path: str, crew: Crew, server: psutil.Process | None, seconds: float) -> dict[str, Any]:
-    """A line of results: the case and its limit in turns."""
+class Turns:
+    """Turns of the same tasks, by clients of one server. server: None where there is none."""
+
+    def __init__(self, tasks: Sequence[Sequence[str]], server: psutil.Process | None) -> None:
+        self._tasks, self._server = tasks, server
+        self.works: list[list[tuple[str, Work]]] = []
+        self._client_cpu = self._server_cpu = 0.0
+
+    def run(self, crew: Crew, seconds: float, counts: bool) -> None:
+        before = self._served()
+        works, cpu = crew.turn(self._tasks, seconds)
+        if counts:
+            self.works.append(works)
+            self._client_cpu += cpu
+            self._server_cpu += self._served() - before
+
+    @property
+    def gb_per_second(self) -> np.ndarray:
+        """Of each turn, all clients together."""
+        return np.array([sum(work.nbytes / work.seconds for _, work in works) / 1e9 for works in self.works])
+
+    @property
+    def cpu_s_per_gb(self) -> tuple[float, float]:
+        """Of the server and of the clients."""
+        gigabytes = sum(work.nbytes for works in self.works for _, work in works) / 1e9
+        return digits(self._server_cpu / gigabytes), digits(self._client_cpu / gigabytes)
+
+    def of(self, task: str) -> dict[str, float]:
+        own = [[work for name, work in works if name == task] for works in self.works]
+        milliseconds = np.array([1e3 * call for works in own for work in works for call in work.calls])
+        return {
+            f"{UNIT[task]}_per_second": round(statistics.median(sum(w.units / w.seconds for w in ws) for ws in own)),
+            f"{task}_p50_ms": digits(float(np.percentile(milliseconds, 50))),
+            f"{task}_p99_ms": digits(float(np.percentile(milliseconds, 99))),
+        }
+
+    def _served(self) -> float:
+        return sum(self._server.cpu_times()[:2]) if self._server else 0.0
+
+
+def measure(
+    case: Case, path: str, crew: Crew, server: psutil.Process | None, bare: psutil.Process, seconds: float
+) -> dict[str, Any]:
+    """A line of results: the case and its limits in turns."""
     local = path in ("embedded", "shared")
     limits = [["memcpy" if local else DIRECTION[task] for task in tasks] for tasks in case.tasks]
-    served = lambda: sum(server.cpu_times()[:2]) if server else 0.0
-    rate = lambda works: sum(work.nbytes / work.seconds for _, work in works) / 1e9
-    rounds, limit_rates, client_cpu, server_cpu = [], [], 0.0, 0.0
+    found, limit = Turns(case.tasks, server), Turns(limits, None if local else bare)
+    exchange = None if local or case.name != "sample" else Turns([["exchange"]] * len(case.tasks), bare)
     for i in range(ROUNDS):
-        limit, _ = crew.turn(limits, seconds)
-        before = served()
-        works, cpu = crew.turn(case.tasks, seconds)
-        if i:  # the first turns warm up
-            rounds.append(works)
-            limit_rates.append(rate(limit))
-            client_cpu, server_cpu = client_cpu + cpu, server_cpu + served() - before
-    gigabytes = sum(work.nbytes for works in rounds for _, work in works) / 1e9
-    line: dict[str, Any] = {}
-    for task in dict.fromkeys(task for tasks in case.tasks for task in tasks):
-        own = [[work for name, work in works if name == task] for works in rounds]
-        calls = np.array([call for works in own for work in works for call in work.calls])
-        line |= {
-            f"{UNIT[task]}_per_second": round(statistics.median(sum(w.units / w.seconds for w in ws) for ws in own)),
-            f"{task}_p50_ms": digits(1e3 * float(np.percentile(calls, 50))),
-            f"{task}_p99_ms": digits(1e3 * float(np.percentile(calls, 99))),
-        }
-    return line | {
-        "gb_per_second": digits(statistics.median(map(rate, rounds))),
+        for turns in (limit, exchange, found):
+            if turns is not None:
+                turns.run(crew, seconds, counts=i > 0)  # the first ones warm up
+    median = lambda values: digits(float(np.median(values)))
+    line: dict[str, Any] = {"clients": len(case.tasks)}
+    for task in dict.fromkeys(chain.from_iterable(case.tasks)):
+        line |= found.of(task)
+    line |= {
+        "gb_per_second": median(found.gb_per_second),
         "limit": "memcpy" if local else f"bare gRPC stream {' and '.join(dict.fromkeys(chain.from_iterable(limits)))}",
-        "limit_gb_per_second": digits(statistics.median(limit_rates)),
-        "share": digits(statistics.median(rate(w) / limit for w, limit in zip(rounds, limit_rates, strict=True))),
-        "server_cpu_s_per_gb": digits(server_cpu / gigabytes),
-        "client_cpu_s_per_gb": digits(client_cpu / gigabytes),
+        "limit_gb_per_second": median(limit.gb_per_second),
+        "share": median(found.gb_per_second / limit.gb_per_second),
     }
+    if exchange is not None:
+        line["exchange_gb_per_second"] = median(exchange.gb_per_second)
+        line["share_of_exchange"] = median(found.gb_per_second / exchange.gb_per_second)
+    for name, turns in (("", found), ("limit_", limit)):
+        line[f"{name}server_cpu_s_per_gb"], line[f"{name}client_cpu_s_per_gb"] = turns.cpu_s_per_gb
+    return line
 
 
 def memory(process: psutil.Process, directory: Path) -> dict[str, float]:
@@ -431,12 +487,11 @@ def session(rows: str, path: str, clients: Sequence[int], options: argparse.Name
         server, address = None, ""
         if path != "embedded":
             server, address = stack.enter_context(replay_server(scratch / "tables", listen("server")))
-        bare = stack.enter_context(bare_server(listen("bare")))
-        crew = Crew([Job(kind, i, options.envs, table, path, address, bare) for i in range(processes)], stack)
+        bare, bare_address = stack.enter_context(bare_server(listen("bare")))
+        crew = Crew([Job(kind, i, options.envs, table, path, address, bare_address) for i in range(processes)], stack)
         crew.fill(table.capacity)  # every page is touched before anything is timed
-        for count, case in cases(kind, path, clients):
-            line = {"case": case.name, **common, "clients": count}
-            line |= measure(case, path, crew, server, options.seconds)
+        for case in cases(kind, path, clients):
+            line = {"case": case.name, **common, **measure(case, path, crew, server, bare, options.seconds)}
             yield line | compared(line)
         if server is not None:
             predicted = round(table.nbytes / 1e6, 1)
@@ -491,7 +546,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     p.add_argument("--envs", type=int, default=16, help="environments per client, one row of each per tick")
     p.add_argument("--held", type=int, help="rows that a table holds; by default what each kind says")
-    p.add_argument("--seconds", type=float, default=0.25, help="of one turn; a case has three that count")
+    p.add_argument("--seconds", type=float, default=0.15, help="of one turn; a case has three that count")
     p.add_argument("--ring", type=int, help="fill and open again a table of so many small rows, and nothing else")
     return p
 

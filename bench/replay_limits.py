@@ -26,7 +26,6 @@ MESSAGE = 1 << 20
 BURST = 32
 """Messages for which the receiver asks, or that it acknowledges, at once."""
 COPY = 64 << 20
-READY_MADE = [bytes([i]) * MESSAGE for i in range(4)]
 MAX_STREAMS = 32
 
 
@@ -45,37 +44,61 @@ class Memcpy:
 
 
 class BareStream:
-    """A client of the bare stream. direction: "down" from the server to the client, or "up"."""
+    """A bidirectional call of raw bytes."""
 
-    def __init__(self, address: str, direction: str) -> None:
+    def __init__(self, address: str, method: str) -> None:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._down = direction == "down"
-        self._bursts: SimpleQueue[bytes | None] = SimpleQueue()
-        requests = iter(self._bursts.get, None) if self._down else self._messages()
-        self._answers = self._channel.stream_stream(f"/bare/{direction}")(requests)
-
-    def call(self) -> int:
-        """Moves one burst; returns its bytes."""
-        self._bursts.put(b"more")
-        for _ in range(BURST if self._down else 1):
-            next(self._answers)
-        return BURST * MESSAGE
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self._answers = self._channel.stream_stream(f"/bare/{method}")(iter(self._requests.get, None))
 
     def close(self) -> None:
-        self._bursts.put(None)
+        self._requests.put(None)
         self._answers.cancel()
         self._channel.close()
 
-    def _messages(self) -> Iterator[bytes]:
-        while self._bursts.get() is not None:
-            for i in range(BURST):
-                yield READY_MADE[i % len(READY_MADE)]
+
+class BareDown(BareStream):
+    """The server sends `burst` messages of `size` bytes for every request."""
+
+    def __init__(self, address: str, size: int = MESSAGE, burst: int = BURST) -> None:
+        super().__init__(address, "down")
+        self._size, self._burst = size, burst
+
+    def call(self) -> int:
+        """Moves one burst; returns its bytes."""
+        self._requests.put(f"{self._size} {self._burst}".encode())
+        for _ in range(self._burst):
+            next(self._answers)
+        return self._size * self._burst
+
+
+class BareUp(BareStream):
+    """The client sends messages of one megabyte, and the server acknowledges each burst."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, "up")
+        self._messages = ready_made(MESSAGE)
+
+    def call(self) -> int:
+        """Moves one burst; returns its bytes."""
+        for i in range(BURST):
+            self._requests.put(self._messages[i % len(self._messages)])
+        next(self._answers)
+        return BURST * MESSAGE
+
+
+def ready_made(size: int) -> list[bytes]:
+    return [bytes([i]) * size for i in range(4)]
 
 
 def down(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
-    for _request in requests:
-        for i in range(BURST):
-            yield READY_MADE[i % len(READY_MADE)]
+    messages: list[bytes] = []
+    for request in requests:
+        size, burst = map(int, request.split())
+        if not messages or len(messages[0]) != size:
+            messages = ready_made(size)
+        for i in range(burst):
+            yield messages[i % len(messages)]
 
 
 def up(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from bench.replay import DIRECTION, PATHS, parser, ring, session
+from bench.replay import DIRECTION, parser, ring, session
 
 SMALL = ["--clients", "1", "--envs", "2", "--held", "1", "--seconds", "0.001"]
 
@@ -39,12 +39,19 @@ def test_the_peers_items_are_compared_with_the_peer():
 
 
 @pytest.mark.slow  # processes of a server, of the bare stream and of two clients, for each path
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "embedded"])
+@pytest.mark.parametrize("path", ["shared", "tcp"])
 def test_a_served_table_is_measured_with_its_memory(path):
     *lines, memory = lines_of("dreamerv3", path)
-    assert [line["case"] for line in lines] == ["insert", "sample", "write-back", "sample while inserting"]
+    assert [line["case"] for line in lines] == [
+        "insert",
+        "sample",
+        "write-back",
+        "insert-acknowledged",
+        "sample while inserting",
+    ]
     for line in lines:
         check(line)
+    assert ("share_of_exchange" in lines[1]) == (path == "tcp")
     assert memory["case"] == "memory"
     # all pages of a full table are there: its latents in /dev/shm, the other columns in files
     assert memory["dev_shm_mb"] >= 0.9 * memory["predicted_mb"] * 8224 / memory["bytes_per_row"]
