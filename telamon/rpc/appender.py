@@ -23,14 +23,32 @@ import numpy as np
 
 from telamon.data import Rows, to_columns
 from telamon.replay import StreamSuperseded
-from telamon.rpc.codec import FRAME_BYTES, Layout, join_frame
-from telamon.rpc.connection import AWAY, ENDED, Connection, Deadline, Failure, delays, failure_of
+from telamon.rpc.codec import FRAME_BYTES, SLOT, Layout, join_frame
+from telamon.rpc.connection import (
+    AWAY,
+    ENDED,
+    Connection,
+    Deadline,
+    Failure,
+    Loans,
+    Sharing,
+    delays,
+    failure_of,
+    is_refusal,
+    offer,
+)
+from telamon.rpc.shared import SharedSlots
 from telamon.rpc.v1 import replay_pb2
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPT_SECONDS = 2.0
 """Of one control call of the thread, after which it looks whether it is still wanted."""
+
+_IN_FLIGHT = 4
+"""Frames that wait for their acknowledgements at once, and slots."""
+_SHARED_TICK_BYTES = 2**16
+"""Of a tick of all environments; writers of smaller ones share nothing: many of them are faster joined in a message."""
 
 _AGAIN = (*AWAY, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Codes after which the same ticks are sent again: they say nothing about them, and may pass."""
@@ -78,6 +96,7 @@ class Appender:
     def __init__(
         self,
         connection: Connection,
+        sharing: Sharing,
         layout: Layout,
         configure: Callable[[Deadline], int],
         *,
@@ -91,9 +110,11 @@ class Appender:
                 f"num_envs={num_envs} and buffer_ticks={buffer_ticks}: "
                 "a writer has at least one environment and a buffer of at least 0 ticks"
             )
-        self._connection, self._layout, self._configure = connection, layout, configure
+        self._connection, self._sharing = connection, sharing
+        self._layout, self._configure = layout, configure
         self._table, self._stream = table, stream
         self._num_envs, self._buffer_ticks = num_envs, buffer_ticks
+        self._where = f"address={connection.address} table={table} stream={stream}"
         self.lost_rows = 0
         """Rows dropped because rows before them were lost with the table that they were made for."""
 
@@ -120,6 +141,8 @@ class Appender:
         self._session: object | None = None
         """The present call, for the iterator of its requests: it ends with it."""
         self._call: grpc.Call | None = None
+        self._loans = Loans(None)
+        """The frames of the present call that were not acknowledged."""
         self._failed: deque[Exception] = deque()
         """Errors of refused ticks that no caller has seen yet."""
         self._trouble: Exception | None = None
@@ -135,10 +158,10 @@ class Appender:
 
     # For callers
 
-    def open(self, deadline: Deadline) -> None:
+    def open(self, deadline: Deadline) -> replay_pb2.OpenStreamResponse:
         """Opens the stream, from which moment on older writers of it are refused."""
         request = replay_pb2.OpenStreamRequest(table=self._table, stream=self._stream, num_envs=self._num_envs)
-        opened = self._connection.call("OpenStream", request, deadline)
+        opened: replay_pb2.OpenStreamResponse = self._connection.call("OpenStream", request, deadline)
         with self._lock:
             self._opened, self._next_tick = opened, opened.next_tick
             self._rewind()
@@ -149,11 +172,11 @@ class Appender:
                 self._unsent = deque(tick for tick in whole if tick is not None)
                 self._gap = False
                 _log.warning(
-                    "event=rows_lost address=%s table=%s stream=%s rows=%d reason='the table is a new one; "
-                    "rows are dropped until each environment begins an episode'",
-                    self._connection.address, self._table, self._stream, self.lost_rows - lost,
+                    "event=rows_lost %s waiting_rows=%d reason='the table is a new one; rows are dropped until each "
+                    "environment begins an episode'", self._where, self.lost_rows - lost,
                 )  # fmt: skip
                 self._room.notify_all()
+        return opened
 
     def append(self, rows: Rows, deadline: Deadline) -> None:
         """Takes one tick, and waits until at most `buffer_ticks` are unacknowledged.
@@ -171,7 +194,7 @@ class Appender:
             self._start()
             if (whole := self._whole_episodes(tick)) is not None:
                 self._unsent.append(whole)
-                self._work.notify_all()
+                self._notify_sender()
             self._wait(self._buffer_ticks, deadline)
 
     def flush(self, deadline: Deadline) -> None:
@@ -262,14 +285,20 @@ class Appender:
         keep = ~self._broken[tick.env_id] | tick.is_first
         self._broken[tick.env_id[keep]] = False
         self.lost_rows += int((~keep).sum())
-        if keep.all():
-            return tick
+        if keep.all() or not keep.any():
+            return tick if keep.all() else None
         columns = self._layout.views(tick.payload, tick.env_id.size)
-        return (
-            self._encode(tick.env_id[keep], {name: value[keep] for name, value in columns.items()})
-            if keep.any()
-            else None
-        )
+        return self._encode(tick.env_id[keep], {name: value[keep] for name, value in columns.items()})
+
+    def _is_due(self) -> bool:
+        """Whether a frame is to be sent: a full one, or any while none is under way. So frames fill under load."""
+        if not self._unsent or len(self._loans) == _IN_FLIGHT or (self._sent and self._careful):
+            return False
+        return not self._sent or (len(self._unsent) + 1) * self._unsent[0].payload.nbytes > FRAME_BYTES
+
+    def _notify_sender(self) -> None:
+        if self._is_due() or self._call is None:
+            self._work.notify_all()
 
     def _rewind(self) -> None:
         """Everything that is not acknowledged is to be sent again."""
@@ -333,76 +362,111 @@ class Appender:
                 if failure is not None:
                     self._pause(failure, next(again))
         except Exception as error:  # noqa: BLE001  # whatever it is, those who wait must learn of it
+            if self._connection.closed:
+                return
             with self._lock:
-                if not self._closing:
-                    self._over = error
+                self._over = error
                 self._room.notify_all()
-            if not self._closing:
-                _log.error(
-                    "event=append_stopped address=%s table=%s stream=%s error=%r",
-                    self._connection.address, self._table, self._stream, error,
-                )  # fmt: skip
+            _log.error("event=append_stopped %s error=%r", self._where, str(error))
 
     def _talk(self) -> Exception | None:
         """One call. Returns why to wait a little before the next one; raises what ends the stream for good."""
         try:
             if self._opened is None:
                 self._configure(Deadline(_ATTEMPT_SECONDS))
-                self.open(Deadline(_ATTEMPT_SECONDS))
-            assert self._opened is not None
+                return self._send(self.open(Deadline(_ATTEMPT_SECONDS)))
+            return self._send(self._opened)
+        except OSError as error:
+            return error
+
+    def _send(self, opened: replay_pb2.OpenStreamResponse) -> Exception | None:
+        memory = self._share()
+        try:
             with self._lock:
                 if self._paused or self._closing:
                     return None
                 self._rewind()
-                self._session = object()
-                call = self._call = self._connection.stream("Append", self._frames(self._session, self._opened))
-            failure = self._read(call)
+                self._session, self._loans = object(), Loans(memory)
+                frames = self._frames(self._session, opened, memory)
+                call = self._call = self._connection.stream("Append", frames)
+            failure = self._read(call, memory)
             with self._lock:
                 wanted = self._call is call
                 self._end_call()
-            return self._handle(failure) if wanted else None
-        except OSError as error:
-            return error
+            return self._handle(opened, failure) if wanted and failure is not None else None
+        finally:
+            if memory is not None:
+                memory.unlink()
+                memory.close()
 
-    def _frames(self, session: object, opened: replay_pb2.OpenStreamResponse) -> Iterator[bytes]:
+    def _share(self) -> SharedSlots | None:
+        """Memory for the next call, if there is to be any; a slot holds as many ticks as a frame."""
+        tick = self._layout.nbytes(self._num_envs)
+        if tick < _SHARED_TICK_BYTES:
+            return None
+        return self._sharing.make(_IN_FLIGHT, self._layout.nbytes(self._num_envs, SLOT) * max(1, FRAME_BYTES // tick))
+
+    def _frames(
+        self, session: object, opened: replay_pb2.OpenStreamResponse, memory: SharedSlots | None
+    ) -> Iterator[bytes]:
         """The requests of one call; runs in a thread of gRPC's."""
+        if memory is not None:
+            yield join_frame(replay_pb2.Header(shared=offer(memory)), ())
         while True:
             with self._work:
-                self._work.wait_for(
-                    lambda: self._session is not session or (self._unsent and not (self._careful and self._sent))
-                )
+                self._work.wait_for(lambda: self._session is not session or self._is_due())
                 if self._session is not session:
                     return
                 first = self._next_tick + len(self._sent)
                 ticks = self._take()
-            env_id = ticks[0].env_id
+                env_id = ticks[0].env_id
+                loan = self._loans.lend(len(ticks) * self._layout.nbytes(env_id.size, SLOT))
             header = self._layout.header(env_id.size)
             header.table, header.incarnation = self._table, opened.incarnation
             header.append.stream, header.append.epoch = self._stream, opened.epoch
             header.append.tick, header.append.ticks = first, len(ticks)
             header.append.env_id.extend((env_id + opened.first_env_id).tolist())
-            yield join_frame(header, [tick.payload for tick in ticks])
+            if loan is None:
+                yield join_frame(header, [tick.payload for tick in ticks])
+                continue
+            header.slot, buffer = loan
+            places = self._layout.ticks(buffer, env_id.size, len(ticks), SLOT)
+            for tick, columns in zip(ticks, places, strict=True):
+                for name, value in self._layout.views(tick.payload, env_id.size).items():
+                    columns[name][...] = value
+            yield join_frame(header, ())
 
-    def _read(self, call: Iterator[bytes]) -> Failure:
-        """Follows the acknowledgements of a call until it ends."""
+    def _read(self, call: Iterator[bytes], memory: SharedSlots | None) -> Failure | None:
+        """Follows the acknowledgements of a call until it ends; None if that was because it offered memory."""
+        unanswered = memory is not None
         try:
             for message in call:
+                if unanswered and memory is not None:
+                    memory.unlink()
+                    unanswered = False
+                    continue
                 held = replay_pb2.AppendAck.FromString(message).tick
                 with self._lock:
-                    if self._careful:
-                        self._work.notify_all()
+                    self._loans.answered()
                     for _ in range(min(held + 1 - self._next_tick, len(self._sent))):
                         self._sent.popleft()
                         self._next_tick += 1
                         self._careful = max(0, self._careful - 1)
-                    self._trouble = None
+                    if self._trouble is not None:
+                        _log.info("event=append_goes_on %s", self._where)
+                        self._trouble = None
                     self._room.notify_all()
-            return ENDED
+                    self._notify_sender()
+            failure = ENDED
         except grpc.RpcError as error:
-            return failure_of(error)
+            failure = failure_of(error)
+        if unanswered and is_refusal(failure):
+            self._sharing.refuse(failure.error())
+            return None
+        return failure
 
-    def _handle(self, failure: Failure) -> Exception | None:
-        """What follows from the end of a call; returns and raises as `_session`."""
+    def _handle(self, opened: replay_pb2.OpenStreamResponse, failure: Failure) -> Exception | None:
+        """What follows from the end of a call; returns and raises as `_talk`."""
         code, error = failure.code, failure.error()
         if code in _AGAIN:
             return error
@@ -410,9 +474,8 @@ class Appender:
             return self._refuse(code, error)
         if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE):
             raise error
-        assert self._opened is not None
         incarnation = self._configure(Deadline(_ATTEMPT_SECONDS))
-        if code is grpc.StatusCode.ABORTED and incarnation == self._opened.incarnation:
+        if code is grpc.StatusCode.ABORTED and incarnation == opened.incarnation:
             raise StreamSuperseded(failure.details)
         with self._lock:
             self._opened, self._gap = None, True
@@ -436,6 +499,8 @@ class Appender:
 
     def _pause(self, failure: Exception, delay: float) -> None:
         with self._work:
+            if self._trouble is None:
+                _log.warning("event=append_waits %s ticks=%d error=%r", self._where, self.waiting, str(failure))
             self._trouble = failure
             self._room.notify_all()
             self._work.wait_for(lambda: self._closing or self._paused, delay)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from telamon.data import Rows, Window, WriteBack, from_columns
 from telamon.replay import Purpose, ReplayStats, TableSpec
 from telamon.rpc import codec
 from telamon.rpc.appender import Appender, check_columns
-from telamon.rpc.connection import Connection, Deadline, Lane, Sharing
+from telamon.rpc.connection import Connection, Deadline, Lane, Loans, Sharing
 from telamon.rpc.security import Endpoint, is_local
 from telamon.rpc.shared import sweep
 from telamon.rpc.v1 import replay_pb2
@@ -80,6 +79,8 @@ class Client:
         self._timeout = timeout
         self._configured = replay_pb2.ConfigureRequest(table=table, spec=codec.spec_to_proto(spec), seed=seed)
         self._windows = codec.sample_layout(spec)
+        self._names = [name for name in spec.row.columns if name in self._windows.columns]
+        """Columns in the order of the row spec; frames have another one."""
         self._latents = codec.write_back_layout(spec)
         self._slots = slots
         self._has_sampled = False
@@ -98,7 +99,7 @@ class Client:
             self._incarnation = self._configure(deadline)
             if stream is not None:
                 self._writer = Appender(
-                    self._connection, codec.append_layout(spec), self._configure,
+                    self._connection, self._sharing, codec.append_layout(spec), self._configure,
                     table=table, stream=stream, num_envs=num_envs, buffer_ticks=buffer_ticks,
                 )  # fmt: skip
                 self._writer.open(deadline)
@@ -125,8 +126,8 @@ class Client:
         columns = self._with_table(
             lambda: self._sampling.exchange(lambda: self._draw(batch, purpose, deadline), deadline), deadline
         )
-        env_id, first_row = columns.pop("env_id"), columns.pop("first_row")
-        return Window(env_id=env_id, first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+        fields = from_columns({name: columns[name] for name in self._names})
+        return Window(env_id=columns["env_id"], first_row=columns["first_row"], **fields)  # type: ignore[arg-type]  # each field its array or dict
 
     def write_back(self, update: WriteBack, timeout: float | None = None) -> int:
         """Replaces latents of rows as they were when this client sampled last; returns how many were still held."""
@@ -295,33 +296,31 @@ class Client:
         ask = lambda memory: codec.join_frame(replay_pb2.Header(shared=memory), ())
         most = max(1, codec.FRAME_BYTES // layout.nbytes(1))
         lane.share(_IN_FLIGHT, layout.nbytes(most, codec.SLOT), ask, deadline)
+        loans = Loans(lane.memory)
         known = self._sampled_incarnation
         written = 0
-        unanswered: deque[int | None] = deque()
-        """Slots of the frames that were sent; None for one that carries its own payload."""
         for begin, end in codec.frames_of(count, layout.nbytes(1)):
-            if len(unanswered) == _IN_FLIGHT:
-                written += self._written(unanswered.popleft(), deadline)
+            if len(loans) == _IN_FLIGHT:
+                written += self._written(loans, deadline)
             header = layout.header(end - begin)
             header.table, header.incarnation = self._table, self._incarnation if known is None else known
             header.write_back.SetInParent()
             part = {name: value[begin:end] for name, value in columns.items()}
-            slot = None if lane.memory is None else lane.memory.take()
-            unanswered.append(slot)
-            if lane.memory is None or slot is None:
+            if (loan := loans.lend(layout.nbytes(end - begin, codec.SLOT))) is None:
                 fill = partial(_fill, layout, part, codec.PACKED)
                 lane.send(codec.encode_frame(header, layout.nbytes(end - begin), fill))
             else:
-                header.slot = slot
-                _fill(layout, part, codec.SLOT, lane.memory.slot(slot))
+                header.slot, memory = loan
+                _fill(layout, part, codec.SLOT, memory)
                 lane.send(codec.join_frame(header, ()))
-        return written + sum(self._written(slot, deadline) for slot in unanswered)
+        while loans:
+            written += self._written(loans, deadline)
+        return written
 
-    def _written(self, slot: int | None, deadline: Deadline) -> int:
-        """The answer to the frame that went through `slot`."""
+    def _written(self, loans: Loans, deadline: Deadline) -> int:
+        """The answer to the oldest frame."""
         ack = replay_pb2.WriteBackAck.FromString(self._writing.receive(deadline))
-        if self._writing.memory is not None and slot is not None:
-            self._writing.memory.give_back(slot)
+        loans.answered()
         return ack.written
 
 

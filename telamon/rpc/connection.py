@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -233,6 +234,32 @@ def offer(memory: SharedSlots) -> replay_pb2.SharedMemory:
 def is_refusal(failure: Failure) -> bool:
     """Whether a call that ended before its offer of memory was answered ended because of it."""
     return failure.code not in (*AWAY, grpc.StatusCode.UNAUTHENTICATED)
+
+
+class Loans:
+    """The slots in which frames travel to a server that answers them in order. memory: None if none is shared."""
+
+    def __init__(self, memory: SharedSlots | None) -> None:
+        self._memory = memory
+        self._frames: deque[int | None] = deque()
+
+    def __len__(self) -> int:
+        """Frames that were not answered."""
+        return len(self._frames)
+
+    def lend(self, nbytes: int) -> tuple[int, memoryview] | None:
+        """A slot (number, memory) for the next frame; None if it has to carry its `nbytes` itself."""
+        memory, slot = self._memory, None
+        if memory is not None and nbytes <= memory.slot_bytes:
+            slot = memory.take()
+        self._frames.append(slot)
+        return None if memory is None or slot is None else (slot, memory.slot(slot))
+
+    def answered(self) -> None:
+        """The oldest frame was."""
+        slot = self._frames.popleft()
+        if self._memory is not None and slot is not None:
+            self._memory.give_back(slot)
 
 
 class Lane:

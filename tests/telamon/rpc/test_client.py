@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from replay_server.__main__ import Served
-from telamon.data import Rows
+from telamon.data import ArraySpec, Rows, RowSpec
 from telamon.replay import StreamSuperseded, TableSpec
 from telamon.rpc import codec
 from telamon.rpc.client import Client
+from telamon.rpc.connection import Loans
 from telamon.rpc.security import Endpoint
 from telamon.rpc.shared import SharedSlots
 from telamon.rpc.v1 import replay_pb2, replay_pb2_grpc
@@ -382,6 +383,37 @@ def test_rows_are_copied_when_append_returns(connect, site):
 
 def mixed(first: list[bool], row: int) -> Rows:
     return rows_of(np.arange(ENVS), np.full(ENVS, row), np.array(first), np.zeros(ENVS, bool))
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_large_ticks_arrive_whichever_way_they_travel(connect, site, shared_memory, monkeypatch):
+    """Also those of fewer environments, of which more fit into a slot, and those of a call that was cut off."""
+    lend, lent = Loans.lend, []
+    monkeypatch.setattr(Loans, "lend", lambda loans, nbytes: lent.append(loan := lend(loans, nbytes)) or loan)
+    picture = ArraySpec((300, 301), "uint8")
+    spec = TableSpec(RowSpec((("picture", picture), ("where", ArraySpec((), "int64"))), ArraySpec(())), WINDOWS, 40, 4)
+    client = connect(spec=spec, stream="w", num_envs=4, buffer_ticks=30, shared_memory=shared_memory)
+
+    def append(env: np.ndarray, row: int) -> None:
+        flags = np.full(env.size, row == 0), np.zeros(env.size, bool)
+        pictures = np.broadcast_to((env * 50 + row).astype(np.uint8)[:, None, None], (env.size, *picture.shape)).copy()
+        reward = row + np.zeros(env.size, np.float32)
+        client.append(Rows(env, {"picture": pictures, "where": env + 10 * row}, reward, *flags, flags[1], reward))
+
+    for row in range(30):
+        for env in (np.arange(4),) if row % 3 else (np.array([2]), np.array([0, 3]), np.array([1])):
+            append(env, row)
+        if row == 15:
+            site.stop()
+            site.start()
+    client.flush()
+    assert {loan is not None for loan in lent} == {shared_memory}
+    window = client.sample(60)
+    row = window.first_row[:, None] + np.arange(4)
+    np.testing.assert_array_equal(window.obs["where"], window.env_id[:, None] + 10 * row)
+    expected = (window.env_id[:, None] * 50 + row).astype(np.uint8)
+    np.testing.assert_array_equal(window.obs["picture"], np.broadcast_to(expected[..., None, None], (60, 4, 300, 301)))
+    assert client.stats().rows == 120
 
 
 def bad_tick() -> Rows:
