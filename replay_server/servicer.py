@@ -43,7 +43,7 @@ MAX_BATCH = 2**16
 """Windows of one request."""
 CREDIT_SLICE = 0.2
 """Seconds after which an append that waits for credit looks whether anybody waits for it."""
-LAST_WORDS = 0.2
+LAST_WORDS = 0.5
 """Seconds in which the answers and status codes of a server that ends leave it."""
 PURPOSES: dict[int, Purpose] = {replay_pb2.PURPOSE_TRAIN: "train", replay_pb2.PURPOSE_REPORT: "report"}
 
@@ -134,8 +134,6 @@ class _Append(_Stream):
             raise ValueError(f"the frame has {header.count} rows a tick, but {len(append.env_id)} env_id")
         if append.env_id and max(append.env_id) >= table.spec.max_envs:
             raise ValueError(f"env_id {max(append.env_id)} must be below the table's max_envs {table.spec.max_envs}")
-        if append.tick < 0:
-            raise ValueError(f"tick {append.tick} must be at least 0")
         env_id = np.array(append.env_id, np.int32)
         buffer, align = self.arrays(frame)
         done = 0
