@@ -136,10 +136,11 @@ class _Append(_Stream):
             raise ValueError(f"env_id {max(append.env_id)} must be below the table's max_envs {table.spec.max_envs}")
         env_id = np.array(append.env_id, np.int32)
         buffer, align = self.arrays(frame)
+        ticks = self.layout.ticks(buffer, header.count, append.ticks, align)
         done = 0
         held = -1
         try:
-            for columns in self.layout.ticks(buffer, header.count, append.ticks, align):
+            for columns in ticks:
                 self._wait_for_credit(table)
                 held = table.append(
                     append.stream, append.epoch, header.incarnation, append.tick + done, env_id, columns
@@ -178,6 +179,8 @@ class _Sample(_Stream):
         if request.batch > MAX_BATCH:
             raise ValueError(f"a batch of {request.batch} windows is too large; batch must be at most {MAX_BATCH}")
         slot = self.slot(request.slot) if request.HasField("slot") else None
+        if slot is not None:  # one that is too small must not cost fresh windows
+            self.layout.views(slot, request.batch, codec.SLOT)
         # Of a restore in the middle the older incarnation is sent: a write-back for its windows is then stale.
         incarnation = table.incarnation
         env_id, first_row = table.choose(request.batch, purpose)
