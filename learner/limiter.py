@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 NO_BOUND = -1
 """The credit of a shard that may take any number of rows."""
+PATIENCE = 4
+"""A shard that did not answer is asked again after as many times as long as that took: looks wait for one another."""
 RECENT_SECONDS = 60.0
 """The recent ratio is the mean over about this long."""
-ABSENT = (ConnectionError, TimeoutError, FileNotFoundError)
-"""What a shard raises that is down, too slow, or back without its table. Anything else is a mistake and is raised."""
 
 T = TypeVar("T")
 Side = Literal["learner", "writers", "none"]
@@ -69,7 +69,11 @@ class Reading:
 
 
 class Shard(Protocol):
-    """One replay server's table. Both calls end within the shard's own deadline and raise one of `ABSENT` if not."""
+    """One replay server's table.
+
+    Both calls end within a deadline of the shard's own. They raise OSError where it is down, too slow, out of room or
+    back without its table: that may pass. PermissionError, and anything else, ends the limiter.
+    """
 
     def counters(self) -> Reading: ...
 
@@ -226,6 +230,8 @@ class Limiter:
         self._waited = {"learner": 0.0, "writers": 0.0}
         self._recent: deque[tuple[float, int, int]] = deque()
         """(seconds, rows inserted, updates made) at the last looks."""
+        self._quiet_until: dict[str, float] = {}
+        """When to ask a shard again that did not answer. Of the looks alone."""
         self._failure: Exception | None = None
 
     # the learner's side
@@ -278,8 +284,9 @@ class Limiter:
     def look(self) -> None:
         """Reads every shard, moves the clock, hands out credit."""
         with self._looking:
-            readings = ((name, _answer(shard.counters)) for name, shard in self._shards.items())
-            found = {name: reading for name, reading in readings if reading is not None}
+            asked = [name for name in self._shards if self._clock() >= self._quiet_until.get(name, -math.inf)]
+            readings = {name: self._ask(name, self._shards[name].counters) for name in asked}
+            found = {name: reading for name, reading in readings.items() if reading is not None}
             with self._state:
                 for name, reading in found.items():
                     self._totals = observe(self._totals, name, reading)
@@ -340,7 +347,7 @@ class Limiter:
             return reading
         if not self._grant(name, reading.rows):
             return None
-        now = _answer(self._shards[name].counters)
+        now = self._ask(name, self._shards[name].counters)
         if now is None or not _continues(reading, now):
             return None
         with self._state:
@@ -371,7 +378,23 @@ class Limiter:
             self._shards[name].grant(rows)
             return True
 
-        return _answer(grant) is not None
+        return self._ask(name, grant) is not None
+
+    def _ask(self, name: str, call: Callable[[], T]) -> T | None:
+        """What a shard answers; None if it does not, and then it is left alone for some time."""
+        began = self._clock()
+        try:
+            answer = call()
+        except PermissionError:
+            raise  # no waiting will help
+        except OSError as error:
+            if name not in self._quiet_until:
+                log.warning("event=limiter_no_answer shard=%s error=%s", name, error)
+            now = self._clock()
+            self._quiet_until[name] = now + PATIENCE * (now - began)
+            return None
+        self._quiet_until.pop(name, None)
+        return answer
 
     def _note(self, now: float) -> None:
         """Books the time since the last look, and one point of the recent ratio."""
@@ -413,12 +436,3 @@ class Limiter:
 def _continues(before: Reading, now: Reading) -> bool:
     """Whether the rows between two readings are known to be new, and were bounded."""
     return now.incarnation == before.incarnation and now.rows >= before.rows and now.credit >= 0
-
-
-def _answer(call: Callable[[], T]) -> T | None:
-    """What a shard answers, None if it does not."""
-    try:
-        return call()
-    except ABSENT as error:
-        log.debug("event=limiter_no_answer error=%s", error)
-        return None

@@ -18,8 +18,9 @@ from prometheus_client.registry import CollectorRegistry
 from learner import limiter
 from learner.limiter import NO_BOUND, Limiter, Reading, Totals
 from learner.metrics import LimiterMetrics
-from replay_server.store import Store
-from telamon.data import ArraySpec, Clock, LimiterConfig, Rows, RowSpec, Schedule, TrainRatio, WindowSpec
+from replay_server.table import Table, Tables
+from telamon.data import ArraySpec, Clock, LimiterConfig, Rows, RowSpec, Schedule, TrainRatio, WindowSpec, to_columns
+from telamon.replay import TableSpec
 
 # One update trains on 16 rows and is worth 8 inserted ones.
 CONFIG = LimiterConfig(ratio=2.0, rows_per_update=16, tick_rows=4, capacity=1000, band=20)
@@ -101,8 +102,8 @@ class Shard:
 
 
 def open_limiter(config: LimiterConfig = CONFIG, **shards: Shard) -> Limiter:
-    """A limiter after its first look."""
-    found = Limiter(config, shards)
+    """A limiter after its first look, for which no time passes."""
+    found = Limiter(config, shards, clock=lambda: 0.0)
     found.look()
     return found
 
@@ -290,7 +291,7 @@ class World(RuleBasedStateMachine):
         totals, self.rows, self.starts, self.updates = copy.deepcopy(self.saved)
         # as a checkpoint's JSON gives it back
         totals = Totals(**{**asdict(totals), "shards": {k: list(v) for k, v in totals.shards.items()}})
-        self.limiter = Limiter(self.config, self.shards, totals=totals)
+        self.limiter = Limiter(self.config, self.shards, totals=totals, clock=lambda: 0.0)
         self.admitted = self.made = 0
         self.gone = 0  # rows of memberships that have ended
         self.base: dict[str, int] = {}  # member -> its rows when it joined
@@ -484,64 +485,70 @@ def test_the_ledger_agrees():
 
 
 @dataclass
-class Rings:
-    """A shard with real rings: which rows can be sampled is their own word."""
+class Served:
+    """A table of the replay service: which rows can be sampled, and who waits for credit, is its own word."""
 
-    store: Store
+    table: Table
     envs: int
     length: int
     """Rows of an episode."""
-    credit: int = 0
     ticks: int = 0
 
+    def __post_init__(self) -> None:
+        self.epoch = self.table.open_stream("worker", self.envs).epoch
+
     def counters(self) -> Reading:
-        s = self.store.stats()
-        return Reading(1, s.rows, s.rows_held, s.items, self.credit)
+        s = self.table.stats()
+        return Reading(self.table.incarnation, s.rows, s.rows_held, s.items, self.table.credit)
 
     def grant(self, rows: int) -> None:
-        self.credit = rows
+        self.table.grant(rows)
 
     def write(self) -> bool:
         """One tick of all environments, if it need not wait."""
-        now, e = self.counters(), self.envs
-        if not (now.items == 0 or self.credit < 0 or now.rows < self.credit):
+        if not self.table.wait_for_credit(0.0):
             return False
-        place = self.ticks % self.length
-        self.store.append(
-            Rows(
-                env_id=np.arange(e, dtype=np.int32),
-                obs={"x": np.full(e, self.ticks, np.int32)},
-                reward=np.zeros(e, np.float32),
-                is_first=np.full(e, place == 0),
-                is_last=np.full(e, place == self.length - 1),
-                is_terminal=np.zeros(e, bool),
-                action=np.zeros((e, 1), np.float32),
-            )
+        e, place = self.envs, self.ticks % self.length
+        rows = Rows(
+            env_id=np.arange(e, dtype=np.int32),
+            obs={"x": np.full(e, self.ticks, np.int32)},
+            reward=np.zeros(e, np.float32),
+            is_first=np.full(e, place == 0),
+            is_last=np.full(e, place == self.length - 1),
+            is_terminal=np.zeros(e, bool),
+            action=np.zeros((e, 1), np.float32),
         )
+        self.table.append("worker", self.epoch, self.table.incarnation, self.ticks, rows.env_id, to_columns(rows))
         self.ticks += 1
         return True
 
 
-def test_sixteen_environments_whose_first_episode_closes_after_8000_rows():
+def test_sixteen_environments_whose_first_episode_closes_after_8000_rows(tmp_path):
     """Windows of closed episodes: nothing can be sampled for 500 ticks, and no bound of earlier days may stop them."""
     envs, length = 16, 500
     row = RowSpec((("x", ArraySpec((), "int32")),), ArraySpec((1,)))
-    rings = Rings(Store(row, WindowSpec(length=4), envs, 1000, np.random.default_rng(0)), envs, length)
-    config = LimiterConfig(ratio=1.0, rows_per_update=32, tick_rows=envs, capacity=envs * 1000, band=64)
-    found = Limiter(config, {"a": rings})
-    for turn in range(length):
-        if turn % 7 == 0:
-            found.look()
-        assert not found.wait_to_train(0.0)
-        assert rings.write()
-    assert (rings.counters().rows, rings.counters().items) == (8000, envs)
-    found.look()
-    assert train_all(found) == config.band // 32  # the fill is not caught up
-    # and now the band holds
-    found.look()
-    while rings.write():
-        pass
-    assert 8000 + config.band < rings.counters().rows <= 8000 + 2 * config.band
+    tables = Tables(tmp_path, memory_limit=None, rng=np.random.default_rng(0), latents_root=tmp_path)
+    try:
+        table = tables.configure("t", TableSpec(row, WindowSpec(length=4), capacity=1000, max_envs=envs), seed=0)
+        table.grant(0)
+        shard = Served(table, envs, length)
+        config = LimiterConfig(ratio=1.0, rows_per_update=32, tick_rows=envs, capacity=envs * 1000, band=64)
+        found = Limiter(config, {"a": shard})
+        for turn in range(length):
+            if turn % 7 == 0:
+                found.look()
+            assert not found.wait_to_train(0.0)
+            assert shard.write()
+        assert (table.stats().rows, table.stats().items) == (8000, envs)
+        found.look()
+        assert train_all(found) == config.band // 32  # the fill is not caught up
+        # and now the band holds
+        found.look()
+        while shard.write():
+            pass
+        assert 8000 + config.band < table.stats().rows <= 8000 + 2 * config.band
+    finally:
+        tables.close()
 
 
 def test_a_shard_that_joins_late_fills_up_while_the_others_are_bounded():
@@ -654,6 +661,21 @@ def test_rows_that_are_gone_are_not_taken_back():
     assert found.status().rebases == 1
 
 
+def test_rows_after_a_restore_count_from_the_first_look():
+    shard = Shard([4], rows=100)
+    found = open_limiter(a=shard)
+    shard.lose(80, credit=200)  # to a mark, with whatever credit; and its writers go on beyond where they were
+    while shard.rows < 120:
+        assert shard.write()
+    found.look()
+    assert found.status().lead == 0
+    assert found.totals().inserted == 100
+    assert shard.credit < 120 + CONFIG.band
+    shard.write()
+    found.look()
+    assert (found.status().lead, found.totals().inserted) == (-4, 104)
+
+
 def test_nothing_bounds_inserts_before_the_fill():
     shard = Shard([4], rows=50, credit=50)  # as the limiter before left it
     found = open_limiter(replace(CONFIG, min_rows=100), a=shard)
@@ -662,6 +684,30 @@ def test_nothing_bounds_inserts_before_the_fill():
         assert not train(found)
     found.look()
     assert 100 < shard.credit < 100 + CONFIG.band
+
+
+def test_a_shard_that_hangs_does_not_keep_the_others_waiting():
+    time, one, other = Time(), Shard([2], rows=5), Shard([2], rows=5)
+    found = Limiter(CONFIG, {"one": one, "other": other}, clock=time.clock)
+    found.look()
+
+    def hangs(shard: Shard) -> None:
+        time.now += 1.0
+        raise TimeoutError("one is stopped")
+
+    one.meanwhile = hangs
+    looks = asked = 0
+    while time.now < 100:
+        found.look()
+        time.now += 0.1
+        looks += 1
+    asked = one.calls
+    assert other.calls >= looks
+    assert asked <= 25 < 800 <= looks
+    one.meanwhile = lambda shard: None
+    time.now += 4.0
+    found.look()
+    assert set(found.status().headroom) == {"one", "other"}
 
 
 def test_what_no_shard_may_do_is_raised():
