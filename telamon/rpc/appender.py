@@ -499,6 +499,8 @@ class Appender:
 
     def _pause(self, failure: Exception, delay: float) -> None:
         with self._work:
+            if self._connection.closed or not self.waiting:
+                return
             if self._trouble is None:
                 _log.warning("event=append_waits %s ticks=%d error=%r", self._where, self.waiting, str(failure))
             self._trouble = failure
