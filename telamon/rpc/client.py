@@ -132,11 +132,15 @@ class Client:
     def write_back(self, update: WriteBack, timeout: float | None = None) -> int:
         """Replaces latents of rows as they were when this client sampled last; returns how many were still held."""
         deadline = self._deadline(timeout)
+        columns = {
+            "env_id": _integers("env_id", update.env_id, np.int32),
+            "row": _integers("row", update.row, np.int64),
+            **{f"latents/{k}": v for k, v in update.latents.items()},
+        }
         count = update.row.size
+        check_columns(columns, self._latents, count)
         if not count:
             return 0
-        columns = {"env_id": update.env_id, "row": update.row, **{f"latents/{k}": v for k, v in update.latents.items()}}
-        check_columns(columns, self._latents, count)
         return self._with_table(
             lambda: self._writing.exchange(lambda: self._write(columns, count, deadline), deadline), deadline
         )
@@ -328,3 +332,12 @@ def _fill(layout: codec.Layout, columns: Mapping[str, np.ndarray], align: int, b
     """Lays rows [n, ...] out in a payload or slot."""
     for name, view in layout.views(buffer, len(columns["row"]), align).items():
         view[...] = columns[name]
+
+
+def _integers(name: str, value: np.ndarray, dtype: type[np.signedinteger[Any]]) -> np.ndarray:
+    """A vector of signed integers of any width as `dtype`. Raises ValueError for what is none, or has no room there."""
+    if value.dtype.kind != "i" or value.ndim != 1:
+        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}, expected a vector of signed integers")
+    if value.dtype != dtype and value.size and (value.min() < np.iinfo(dtype).min or value.max() > np.iinfo(dtype).max):
+        raise ValueError(f"{name} goes from {value.min()} to {value.max()}, which {np.dtype(dtype)} cannot hold")
+    return value.astype(dtype, copy=False)

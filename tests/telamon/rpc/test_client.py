@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent import futures
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from replay_server.__main__ import Served
-from telamon.data import ArraySpec, Rows, RowSpec
+from telamon.data import ArraySpec, Rows, RowSpec, WriteBack
 from telamon.replay import StreamSuperseded, TableSpec
 from telamon.rpc import codec
 from telamon.rpc.client import Client
@@ -151,6 +152,8 @@ def test_a_write_back_of_many_frames(connect, shared_memory):
         for t in range(3):
             assert window.latents["version"][i, t] == newest[window.env_id[i], window.first_row[i] + t]
     assert writer.client.write_back(latents_of(env[:0], row[:0], row[:0])) == 0
+    wide = WriteBack(env[:9].astype(np.int64), row[:9].astype(np.int16), latents_of(env[:9], row[:9], row[:9]).latents)
+    assert writer.client.write_back(wide) == 9
     memory = writer.client._writing.memory
     assert sorted(memory._free) == [0, 1, 2, 3] if shared_memory else memory is None
 
@@ -664,9 +667,16 @@ def test_what_cannot_be_asked(connect):
     with pytest.raises(ValueError, match="num_envs=0"):
         connect(stream="w")
     update = latents_of(np.zeros(1), np.zeros(1), np.zeros(1))
-    update.latents.pop("wide")
-    with pytest.raises(ValueError, match="'latents/wide'"):
-        reader.write_back(update)
+    wrong = {
+        "env_id is float32": replace(update, env_id=update.env_id.astype(np.float32)),
+        "env_id goes from 4294967296 to": replace(update, env_id=update.env_id + np.int64(2**32)),
+        r"row is int64 \[1, 1\]": replace(update, row=update.row[None]),
+        "column 'env_id' is int32": replace(update, env_id=update.env_id[:0]),
+        "latents/wide": replace(update, latents={"version": update.latents["version"]}),
+    }
+    for message, refused in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            reader.write_back(refused)
 
 
 def test_after_close_nothing_is_left(site):
