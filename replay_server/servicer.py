@@ -41,6 +41,8 @@ HEALTH_CALLS = 8
 
 MAX_BATCH = 2**16
 """Windows of one request."""
+MAX_CREDIT = 2**62
+"""Rows: a table keeps its bound, and one more, in 63 bits."""
 CREDIT_SLICE = 0.2
 """Seconds after which an append that waits for credit looks whether anybody waits for it."""
 LAST_WORDS = 0.5
@@ -375,6 +377,8 @@ class ReplayService:
         return codec.stats_to_proto(table.stats(), table.incarnation, table.num_envs, table.credit)
 
     def _grant(self, request: replay_pb2.GrantRequest) -> Message:
+        if request.rows > MAX_CREDIT:
+            raise ValueError(f"a grant of {request.rows} rows is too large; rows must be at most {MAX_CREDIT}")
         self.tables.get(request.table).grant(request.rows)
         return replay_pb2.GrantResponse()
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import grpc
@@ -17,6 +18,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from replay_server.__main__ import Served
 from telamon.rpc import codec, security
@@ -415,6 +418,9 @@ CONTROL: dict[str, tuple[str, bytes, grpc.StatusCode, str]] = {
         "Configure", configure(lambda r: setattr(r.spec, "capacity", 51), "main"), grpc.StatusCode.FAILED_PRECONDITION,
         "capacity is 50, not 51",
     ),
+    "endless credit": (
+        "Grant", replay_pb2.GrantRequest(table="main", rows=2**63 - 1).SerializeToString(), INVALID, "at most 4611686",
+    ),
     "no environments": (
         "OpenStream", replay_pb2.OpenStreamRequest(table="main", stream="s").SerializeToString(), INVALID, "at least 1",
     ),
@@ -457,6 +463,92 @@ def test_control(case, name):
     method, message, code, match = CONTROL[name]
     refused(case, code, match, method, message)
     assert "new" not in dict(case.served.tables.items())
+
+
+# bytes at random
+
+REFUSALS = {
+    INVALID, NOT_FOUND, ABORTED, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}  # fmt: skip
+"""Neither INTERNAL nor UNKNOWN: each of them would be a defect."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Iterator[Case]:
+    """A server whose table anything may happen to."""
+    with (
+        serve_open(tmp_path_factory.mktemp("target"), memory_limit=0.01) as served,
+        Plain(endpoint_of(served.info)) as client,
+    ):
+        client.configure()
+        opened = client.open()
+        client.append(opened, 0, 20)
+        client.call("Mark", name="mark")
+        yield Case(served, client, opened)
+
+
+def examples(case: Case) -> dict[str, list[bytes]]:
+    """Sound messages, by method."""
+    named = {"OpenStream": {"stream": "writer", "num_envs": 2}, "Grant": {"rows": -1}, "Configure": {}}
+    named |= {method: {"name": "mark"} for method in ("Mark", "Restore", "Forget")}
+    sound = {
+        method: [getattr(replay_pb2, f"{method}Request")(table="main", **named.get(method, {})).SerializeToString()]
+        for method in ALL
+        if method not in ("Append", "Sample", "WriteBack")
+    }
+    offer = replay_pb2.SharedMemory(path=f"{DIRECTORY}/telamon-slots-{'0' * 32}", slots=2, slot_bytes=64)
+    return sound | {
+        "Configure": [configure(lambda _: None, name) for name in ("main", "fuzz")],
+        "Append": [
+            case.frame(),
+            case.frame(ticks=3),
+            replay_pb2.Frame(header=replay_pb2.Header(shared=offer)).SerializeToString(),
+        ],
+        "Sample": [
+            request.SerializeToString()
+            for request in (
+                replay_pb2.SampleRequest(table="main", batch=3, purpose=replay_pb2.PURPOSE_REPORT, slot=1),
+                replay_pb2.SampleRequest(shared=offer),
+            )
+        ],
+        "WriteBack": [write_back(case)],
+    }  # fmt: skip
+
+
+@st.composite
+def mutated(draw: st.DrawFn, message: bytes) -> bytes:
+    """A message with some bytes changed, cut out, put in, or repeated."""
+    data = bytearray(message)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, min(len(data), 400)))
+        match draw(st.sampled_from(["change", "cut", "insert", "repeat", "end"])):
+            case "change":
+                data[at : at + 1] = draw(st.binary(min_size=1, max_size=1))
+            case "cut":
+                del data[at : at + draw(st.integers(1, 8))]
+            case "insert":
+                data[at:at] = draw(st.binary(max_size=8))
+            case "repeat":
+                data[at:at] = data[at : at + draw(st.integers(1, 40))]
+            case "end":
+                del data[at:]
+    return bytes(data)
+
+
+@given(st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_bytes_are_never_a_defect(target, data):
+    method = data.draw(st.sampled_from(ALL))
+    sound = data.draw(st.sampled_from(examples(target)[method]))
+    streams = method in ("Append", "Sample", "WriteBack")
+    messages = [data.draw(mutated(sound)) for _ in range(data.draw(st.integers(1, 2)) if streams else 1)]
+    call = target.client.channel.stream_stream(f"/telamon.rpc.v1.Replay/{method}")(
+        iter(messages), **target.client.options
+    )
+    with suppress(grpc.RpcError):
+        list(call)
+    assert call.code() in {grpc.StatusCode.OK, *REFUSALS}, (method, messages, call.details())
 
 
 # who may call
