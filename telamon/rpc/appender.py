@@ -81,7 +81,6 @@ class _Tick:
 
     env_id: np.ndarray
     """[n], the writer's own numbering."""
-    is_first: np.ndarray
     payload: np.ndarray
     """uint8, as a frame carries it."""
 
@@ -282,12 +281,12 @@ class Appender:
         """A tick without the rows of environments that have lost rows before them; None if none are left."""
         if not self._broken.any():
             return tick
-        keep = ~self._broken[tick.env_id] | tick.is_first
+        columns = self._layout.views(tick.payload, tick.env_id.size)
+        keep = ~self._broken[tick.env_id] | columns["is_first"]
         self._broken[tick.env_id[keep]] = False
         self.lost_rows += int((~keep).sum())
         if keep.all() or not keep.any():
             return tick if keep.all() else None
-        columns = self._layout.views(tick.payload, tick.env_id.size)
         return self._encode(tick.env_id[keep], {name: value[keep] for name, value in columns.items()})
 
     def _is_due(self) -> bool:
@@ -341,7 +340,7 @@ class Appender:
         payload[-8:] = 0  # what the columns leave of it
         for name, view in self._layout.views(payload, env_id.size).items():
             view[...] = columns[name]
-        return _Tick(env_id.copy(), columns["is_first"].copy(), payload)
+        return _Tick(env_id.copy(), payload)
 
     def _run(self) -> None:
         """The thread: one call after the other, while there is something to send."""

@@ -314,6 +314,25 @@ def test_everything_waits_for_the_server_and_no_longer_than_it_may(connect, site
     assert client.write_back(update, timeout=5) == 5
 
 
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_an_answer_that_comes_too_late_is_nobodys(connect, site, monkeypatch, shared_memory):
+    writer = Writer(connect(stream="w", num_envs=ENVS, shared_memory=shared_memory))
+    for _ in range(5):
+        writer.episode()
+    window = writer.client.sample(5)
+    update = latents_of(window.env_id, window.first_row, window.first_row)
+    go_on = threading.Event()
+    choose, write_back = site.table.choose, site.table.write_back
+    monkeypatch.setattr(site.table, "choose", lambda *arguments: go_on.wait(5) and choose(*arguments))
+    monkeypatch.setattr(site.table, "write_back", lambda *arguments: go_on.wait(5) and write_back(*arguments))
+    for call in (lambda: writer.client.sample(7, timeout=MOMENT), lambda: writer.client.write_back(update, MOMENT)):
+        with pytest.raises(TimeoutError):
+            call()
+    go_on.set()
+    assert writer.client.sample(20).reward.shape == (20, 4)
+    assert writer.client.write_back(latents_of(window.env_id[:3], window.first_row[:3], window.first_row[:3])) == 3
+
+
 def test_two_samplers_of_one_client_wait_in_turn(connect, site):
     writer = Writer(connect(stream="w", num_envs=ENVS))
     writer.episode()
