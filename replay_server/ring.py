@@ -144,9 +144,10 @@ class Ring:
             rows = into.shape[1]
             if not into.flags.c_contiguous:
                 raise ValueError(f"the array for column {name!r} is not C-contiguous")
-            flat = into.reshape(env_id.size, rows, self.specs[name].size).view(np.uint8)
+            column = self._bytes[name]
+            flat = into.view(np.uint8) if into.ndim > 2 else into[..., None].view(np.uint8)
             # mode="clip": any other fills a buffer first; every place is inside
-            self._bytes[name].take(place[:, :rows], axis=0, out=flat, mode="clip")
+            column.take(place[:, :rows], axis=0, out=flat.reshape(env_id.size, rows, column.shape[1]), mode="clip")
         # after the copy: see the order of an append above
         return (first_row >= self.tail[env_id]) & (first_row + length <= self.head[env_id])
 

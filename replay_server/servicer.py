@@ -186,7 +186,7 @@ class _Sample(_Stream):
         # Of a restore in the middle the older incarnation is sent: a write-back for its windows is then stale.
         incarnation = table.incarnation
         env_id, first_row = table.choose(request.batch, purpose)
-        items = table.stats().items
+        items = table.items()
         count, nbytes = request.batch, 0
         for begin, end in codec.frames_of(count, self.layout.nbytes(1)) if slot is None else [(0, count)]:
             header = self.layout.header(end - begin)

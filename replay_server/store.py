@@ -113,8 +113,12 @@ class Store:
     # windows out
 
     def can_sample(self) -> bool:
+        return self.items() > 0
+
+    def items(self) -> int:
+        """What a draw chooses among now."""
         with self._lock:
-            return self._items() > 0
+            return self._items()
 
     def sample(self, batch: int, purpose: Purpose = "train") -> Window:
         """Serves `batch` windows in fresh arrays: those of the online queue first, and drawn ones for the rest.

@@ -193,6 +193,10 @@ class Table:
         """See Store.fill."""
         self._store.fill(env_id, first_row, out, purpose)
 
+    def items(self) -> int:
+        """See Store.items."""
+        return self._store.items()
+
     def ages(self, env_id: np.ndarray, first_row: np.ndarray) -> np.ndarray:
         """Rows appended since the first row of each window [B], int64 [B]."""
         ages: np.ndarray = self._store.head[env_id] - first_row
