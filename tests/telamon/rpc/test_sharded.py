@@ -253,8 +253,9 @@ def test_a_shard_that_has_run_dry_leaves_its_part_to_the_others():
     shards = [Fake(10), Fake(10)]
     replay = sharded(shards)
     assert replay.sample(20).env_id.size == 20
-    shards[0].offers = 0
-    assert set(replay.sample(20).env_id) == {MAX_ENVS}
+    shards[0].offers, shards[0].asked = 0, 0
+    assert set(replay.sample(40).env_id) == {MAX_ENVS}
+    assert shards[0].asked == 1
     shards[1].offers = 0
     with pytest.raises(LookupError, match="append more"):
         replay.sample(20)
