@@ -26,6 +26,7 @@ _COMMON_OPTIONS = (
     # A host that vanished sends no goodbye: it is asked every ten seconds, and its calls end ten seconds later.
     ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
     ("grpc.keepalive_timeout_ms", 1000 * _KEEPALIVE_SECONDS),
+    ("grpc.http2.ping_timeout_ms", 1000 * _KEEPALIVE_SECONDS),  # the answer to a ping; by default a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

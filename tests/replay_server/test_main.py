@@ -300,3 +300,45 @@ def test_owner_where_there_is_no_proc(tmp_path):
     assert owners.listeners("127.0.0.1:1", tmp_path) == set()
     assert owners.listeners("unix:/somewhere", tmp_path) is None
     assert owners.owner({"1"}, tmp_path) is None
+
+
+# clients that say nothing any more
+
+SILENT = """
+    import sys, threading
+    from telamon.rpc.security import Endpoint
+    from tests.replay_server.plain import Plain
+
+    client = Plain(Endpoint(sys.argv[1], sys.argv[2]))
+    client.options["timeout"] = None
+    client.configure()
+    call = client.stub.Sample(iter(threading.Event().wait, True), **client.options)
+    print("open", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow  # it takes the twenty seconds that the server waits
+def test_a_client_whose_host_vanished_is_noticed(tmp_path):
+    """A stopped process answers as little as a host that is gone; one that is only idle keeps its call."""
+    with serve_open(tmp_path) as served:
+        arguments = [sys.executable, "-c", textwrap.dedent(SILENT), served.info["address"], TOKEN]
+        stopped, idle = (subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(2))
+        try:
+            for process in (stopped, idle):
+                assert process.stdout.readline() == "open\n"
+            value = lambda: served.counts.registry.get_sample_value("telamon_replay_open_calls", {"method": "Sample"})
+            end = time.monotonic() + 40
+            while value() != 2:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            stopped.send_signal(signal.SIGSTOP)
+            while value() != 1:
+                assert time.monotonic() < end, "not noticed"
+                time.sleep(0.2)
+            time.sleep(1)
+            assert value() == 1
+        finally:
+            for process in (stopped, idle):
+                process.kill()
+                process.communicate()
