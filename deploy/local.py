@@ -165,6 +165,12 @@ def open_replay(config: RunConfig, run_dir: Path, agent: Agent) -> Iterator[Repl
         yield replay
 
 
+def check_table(replay: Replay) -> None:
+    """Refuses to begin a run with rows of another one. Raises ValueError."""
+    if rows := replay.stats().rows:
+        raise ValueError(f"the replay service's table holds {rows} rows of another run; give a new replay.table")
+
+
 def table_name(run_dir: Path) -> str:
     """The name of a run directory with the characters that a table's name may have."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in run_dir.resolve().name)[-64:]
@@ -333,16 +339,15 @@ class Run:
     def begin(self, resume: bool) -> None:
         """Makes sure that a run without a checkpoint starts with an empty table, which a service may not have.
 
-        Raises ValueError where the rows in it are not this run's.
+        Raises as `check_table`.
         """
         if self.config.replay.address is None:
             return
-        if not (rows := self.replay.stats().rows):
-            self.replay.mark(EMPTY)
-        elif resume and EMPTY in self.replay.marks():
+        if resume and EMPTY in self.replay.marks():
             self.replay.restore(EMPTY)
         else:
-            raise ValueError(f"the replay service's table holds {rows} rows of another run; give a new replay.table")
+            check_table(self.replay)
+            self.replay.mark(EMPTY)
 
     def restore(self) -> str | None:
         """Continues from the newest checkpoint that is whole; returns its name, None where there is none.
@@ -538,6 +543,9 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         agent = make_agent(config, env.spec)
         predicted = memory(config, agent)
         agent.schedule(config.env.num)  # refuses what could never start, before anything is written
+        replay = stack.enter_context(open_replay(config, run_dir, agent))
+        if not resume:
+            check_table(replay)  # likewise
         run_dir.mkdir(parents=True, exist_ok=True)
         configs.save(config, run_dir)
         setup_logging(run_dir)
@@ -548,7 +556,6 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
             + f"; run directory {run_dir}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-        replay = stack.enter_context(open_replay(config, run_dir, agent))
         run = Run(config, run_dir, agent, env, replay)
         stack.enter_context(watch(env, config.env.timeout))
         finished = execute(run, resume, console, stack.enter_context(stop_on_signal()))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from deploy import local
-from deploy.config import EvalConfig, ReplayConfig, ReportConfig
+from deploy.config import EvalConfig, ReplayConfig, ReportConfig, RunConfig
+from telamon.data import WindowSpec
+from telamon.replay import TableSpec
+from telamon.rpc.client import Client
 from telamon.rpc.security import TOKEN_VARIABLE
-from tests.harness import Killed, after, kill, lines, probing, stop
+from tests.harness import TINY, Killed, after, kill, lines, probing, stop
 from tests.probe import Remembering
+from tests.replay_server.model import ROW
 from tests.service import TOKEN, serve, spawn
+
+SPEC = TableSpec(ROW, WindowSpec(4), capacity=20, max_envs=1)
 
 KINDS = {
     "one env": {"lengths": (3, 7, 5), "every": 30},
@@ -92,3 +101,24 @@ def test_a_service_that_is_killed_again_and_again_changes_nothing(monkeypatch, t
         assert run.env_steps == embedded.env_steps
     finally:
         servers[-1].kill()
+
+
+def test_what_the_service_refuses_leaves_no_run_behind(monkeypatch, tmp_path):
+    config = RunConfig("tdmpc2", "counting:continuous", steps=60, agent=TINY)
+    train = lambda replay: local.train(replace(config, replay=replay), tmp_path / "run", False, Console(quiet=True))
+    with serve(tmp_path / "replay") as endpoint:
+        with Client(endpoint, "taken", SPEC, stream="w", num_envs=1):
+            pass
+        refused = {
+            ReplayConfig("nonsense"): "address 'nonsense' must be host:port",
+            ReplayConfig(endpoint.address, table="taken"): "exists with other specs: .*; give this run another",
+            ReplayConfig(endpoint.address, token_file=str(tmp_path / "none")): "No such file",
+            ReplayConfig("127.0.0.1:1", timeout=0.3): r"127\.0\.0\.1:1 did not answer within 0\.3 s",
+        }
+        for replay, text in refused.items():
+            with pytest.raises((ValueError, OSError), match=text):
+                train(replay)
+        monkeypatch.setenv(TOKEN_VARIABLE, "another-token-of-tests")
+        with pytest.raises(PermissionError):
+            train(ReplayConfig(endpoint.address))
+    assert not (tmp_path / "run").exists()
