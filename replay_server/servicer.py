@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  
 
 from replay_server.metrics import Metrics
 from replay_server.table import Table, Tables
-from telamon.data import WriteBack
+from telamon.data import FLAGS, WriteBack
 from telamon.replay import Purpose
 from telamon.rpc import codec, security
 from telamon.rpc.shared import SharedSlots
@@ -144,6 +144,8 @@ class _Append(_Stream):
         try:
             for columns in ticks:
                 self._wait_for_credit(table)
+                # copies that are 0 or 1: what is checked must not change in a slot afterwards
+                columns |= {name: columns[name].view(np.uint8) != 0 for name in FLAGS}
                 held = table.append(
                     append.stream, append.epoch, header.incarnation, append.tick + done, env_id, columns
                 )

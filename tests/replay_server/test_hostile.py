@@ -232,6 +232,19 @@ def test_what_came_before_a_refusal_holds(server):
     assert client.append(opened, 3, stream="partial", num_envs=1) == 3
 
 
+def test_flags_are_stored_as_0_or_1(server):
+    client = server.client
+    opened = client.open("flags", 1)
+    frame = client.tick_frame(opened, 0, 3, stream="flags", num_envs=1)
+    data = bytearray(frame.payload)
+    for columns in codec.append_layout(SPEC).ticks(data, 1, 3):
+        columns["is_first"].view(np.uint8)[:] *= 254
+    frame.payload = bytes(data)
+    client.stream("Append", [frame])
+    ring = server.served.tables.get("main")._store._content.ring
+    assert ring.held("is_first", opened.first_env_id).view(np.uint8).tolist() == [1, 0, 0]
+
+
 def test_duplicates_are_acknowledged_and_not_stored(case):
     answers = case.client.raw("Append", case.frame(tick=0), case.frame(tick=10, ticks=10), case.frame(tick=19))
     assert [replay_pb2.AppendAck.FromString(answer).tick for answer in answers] == [19, 19, 19]

@@ -257,8 +257,8 @@ def test_frames_are_few_even_and_bounded(items: int, item_bytes: int) -> None:
 
 def test_frames_by_hand() -> None:
     assert list(codec.frames_of(0, 1)) == []
-    assert list(codec.frames_of(16, 600_000)) == [(k, k + 1) for k in range(16)]
-    assert list(codec.frames_of(5, 2**18)) == [(0, 2), (2, 5)]
+    assert list(codec.frames_of(16, 600_000)) == [(0, 2), (2, 5), (5, 8), (8, 10), (10, 13), (13, 16)]
+    assert list(codec.frames_of(5, 2**19)) == [(0, 2), (2, 5)]
     assert list(codec.frames_of(2, 2**30)) == [(0, 1), (1, 2)]
 
 
