@@ -330,8 +330,10 @@ def bare_server(address: str) -> Iterator[tuple[psutil.Process, str]]:
         assert process.stdout is not None
         assert process.stdin is not None
         port = process.stdout.readline().strip()
-        yield psutil.Process(process.pid), address if address.startswith("unix:") else f"127.0.0.1:{port}"
-        process.stdin.close()
+        try:
+            yield psutil.Process(process.pid), address if address.startswith("unix:") else f"127.0.0.1:{port}"
+        finally:
+            process.stdin.close()
 
 
 @contextmanager
@@ -344,9 +346,10 @@ def replay_server(directory: Path, listen: str) -> Iterator[tuple[psutil.Process
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"the server ended with {process.wait()} before it served; its errors are above")
-        yield psutil.Process(process.pid), json.loads(line)["address"]
-        process.terminate()
-        process.wait()
+        try:
+            yield psutil.Process(process.pid), json.loads(line)["address"]
+        finally:
+            process.terminate()
 
 
 @dataclass(frozen=True)
