@@ -10,7 +10,9 @@ import itertools
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,31 +31,44 @@ from telamon.replay import Purpose, ReplayStats, StreamSuperseded, TableSpec, Ti
 from tests.replay_server.model import CONTEXT, EPISODES, ROW, Flags, History, latents_of, rows_of
 
 CODE = str(Path(replay_server.__file__).parent)
+T = TypeVar("T")
 
 
 @contextmanager
-def at_line(number: int, act: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Calls `act` before the `number`-th line of replay_server that this thread runs; gives whether it has."""
-    lines = 0
+def before_lines(act: Callable[[int], None]) -> Iterator[None]:
+    """Calls `act` before every line of replay_server that this thread runs; they count from 1."""
+    numbers = itertools.count(1)
 
     def trace(frame, event, arg):
-        nonlocal lines
         if not frame.f_code.co_filename.startswith(CODE):
             return None
         if event == "line":
-            lines += 1
-            if lines == number:
-                sys.settrace(None)
-                act()
-                return None
+            act(next(numbers))
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield lambda: lines >= number
+        yield
     finally:
         sys.settrace(before)
+
+
+@contextmanager
+def meanwhile(line: int, act: Callable[[], T]) -> Iterator[list[Future[T]]]:
+    """Another thread does `act` before that line, or after the last one; gives it as soon as it was begun."""
+    begun: list[Future[T]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def begin(number: int) -> None:
+            if number == line:
+                begun.append(pool.submit(act))
+                wait(begun, timeout=0.01)  # no longer: it may need what this thread has locked
+
+        with before_lines(begin):
+            yield begun
+        for future in begun:
+            future.result()
 
 
 class Disk:
@@ -68,14 +83,17 @@ class Disk:
         rng = np.random.default_rng(seed)
         return Tables(self.root / "tables", memory_limit=1 << 30, rng=rng, latents_root=self.root / "latents")
 
-    def copy(self) -> None:
+    def copy(self, number: int) -> None:
         """Keeps what a process that is killed now leaves."""
-        shutil.copytree(self.root, self.root.with_suffix(".copy"))
+        shutil.copytree(self.root, self.kept(number))
 
-    def killed(self) -> None:
+    def kept(self, number: int) -> Path:
+        return self.root.with_suffix(f".{number}")
+
+    def killed(self, number: int) -> None:
         """Puts what was kept in place of what came after."""
         shutil.rmtree(self.root)
-        self.root.with_suffix(".copy").rename(self.root)
+        self.kept(number).rename(self.root)
 
 
 @dataclass
@@ -218,6 +236,19 @@ def contents(table: Table, model: Model) -> None:
         np.testing.assert_array_equal(window.latents["wide"][..., 1, 2].astype(np.int64), wide)
 
 
+def which(table: Table, candidates: list[Model]) -> int:
+    """The first candidate that the table is. Raises AssertionError."""
+    wrong = []
+    for number, model in enumerate(candidates):
+        try:
+            agree(table, model)
+        except AssertionError as error:
+            wrong.append(error)
+        else:
+            return number
+    raise ExceptionGroup("the table is none of these", wrong)
+
+
 def agree(table: Table, model: Model) -> None:
     """Everything that can be seen of the table is as the model says."""
     assert table.stats() == model.stats()
@@ -225,12 +256,8 @@ def agree(table: Table, model: Model) -> None:
     contents(table, model)
 
 
-T = TypeVar("T")
-GROWTH = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 12))
-
-
-class Machine(RuleBasedStateMachine):
-    """A table, reopened and killed now and then."""
+class Beside:
+    """A table beside its model, which follows whatever is done through this."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,59 +269,142 @@ class Machine(RuleBasedStateMachine):
         self.past: list[int] = []  # incarnations that are over
         self.salt = 0
 
+    def make(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self.table = self.tables.configure("it", spec, seed=0)
+        self.model = Model(spec)
+
+    def end(self) -> None:
+        self.tables.close()
+        shutil.rmtree(self.root)
+
+    def reopen(self) -> None:
+        self.tables = self.disk.open(next(self.opened))
+        self.table = self.tables.get("it")
+
+    def perform(
+        self,
+        act: Callable[[], T],
+        change: Callable[[Model], Model],
+        kill_before: int | None = None,
+        halfway: Callable[[Model], list[Model]] = lambda model: [],
+    ) -> T:
+        """Does something to the table, perhaps kills the server before some line of it, and then does it once more.
+
+        act: what to do, to `self.table`. change: what that makes of a model, which it may use up. halfway: what else a
+        kill may leave.
+        """
+        if kill_before is not None:
+            with before_lines(lambda line: self.disk.copy(0) if line == kill_before else None):
+                act()
+            if not self.disk.kept(0).exists():  # there are not so many lines
+                self.disk.copy(0)
+            self.tables.close()
+            self.killed(0, self.candidates(change, halfway))
+        result = act()
+        self.model = change(self.model)
+        return result
+
+    def candidates(self, change: Callable[[Model], Model], halfway: Callable[[Model], list[Model]]) -> list[Model]:
+        """What a kill may leave."""
+        return [copy.deepcopy(self.model), *halfway(self.model), change(copy.deepcopy(self.model))]
+
+    def killed(self, number: int, candidates: list[Model]) -> int:
+        """Goes on with what a kill has left; which of the candidates that is."""
+        self.disk.killed(number)
+        self.reopen()
+        for model in candidates:
+            model.reopen()
+        found = which(self.table, candidates)
+        self.model = candidates[found]
+        return found
+
+    def open_stream(self, name: str, num_envs: int, kill_before: int | None = None) -> None:
+        def change(model: Model) -> Model:
+            model.join(name, num_envs)
+            return model
+
+        opened = self.perform(lambda: self.table.open_stream(name, num_envs), change, kill_before)
+        stream = self.model.streams[name]
+        assert (opened.next_tick, opened.first_env_id) == (stream.next_tick, stream.first_env)
+        assert opened.epoch > stream.epoch
+        stream.epoch = opened.epoch
+
+    def tick(self, name: str, flags: dict[int, Flags], kill_before: int | None = None) -> None:
+        act = self.tick_of(name, flags)
+        if not flags:
+            with pytest.raises(ValueError, match="has no rows"):
+                act()
+            return
+        tick, salt = self.model.streams[name].next_tick, self.salt
+
+        def change(model: Model) -> Model:
+            model.append(name, tick, flags, salt)
+            return model
+
+        def given_up(model: Model) -> list[Model]:
+            model = copy.deepcopy(model)
+            for e in flags:
+                model.floor[e] = max(model.tail(e), len(model.flags[e]) + 1 - model.capacity)
+            return [model]
+
+        assert self.perform(act, change, kill_before, given_up) == tick
+
+    def tick_of(self, name: str, flags: dict[int, Flags]) -> Callable[[], int]:
+        """What appends it to the table, as often as it is called."""
+        stream = self.model.streams[name]
+        tick, epoch = stream.next_tick, stream.epoch
+        env = np.array(list(flags), np.int32)
+        row = np.array([len(self.model.flags[e]) for e in flags], np.int64)
+        columns = to_columns(rows_of(env, row, *np.array(list(flags.values()), bool).reshape(-1, 2).T, self.salt))
+        return lambda: self.table.append(name, epoch, self.table.incarnation, tick, env, columns)
+
+    def grow(self, growth: tuple[int, int]) -> None:
+        """(seed, ticks), of any streams."""
+        rng = np.random.default_rng(growth[0])
+        for _ in range(growth[1]):
+            name = rng.choice(sorted(self.model.streams)).item()
+            self.tick(name, {
+                e: (self.model.must_begin(e) or rng.random() < 0.05, rng.random() < 0.15)
+                for e in self.model.environments(name)
+                if rng.random() < 0.9
+            })  # fmt: skip
+
+    def mark(self, name: str, kill_before: int | None = None) -> None:
+        self.perform(lambda: self.table.mark(name), lambda model: model, kill_before)
+        self.marks[name] = copy.deepcopy(self.model)
+
+    def restore(self, name: str, kill_before: int | None = None) -> None:
+        self.past.append(self.table.incarnation)
+        change = lambda model: self.marks[name].restored(model.streams)
+        self.perform(lambda: self.table.restore(name), change, kill_before)
+        self.salt += 1
+        assert self.table.incarnation not in self.past
+        for stream in self.model.streams.values():
+            stream.epoch = 0  # epochs belong to an incarnation
+        for stream, known in list(self.model.streams.items()):
+            self.open_stream(stream, known.num_envs)
+
+
+GROWTH = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 12))
+KILL = st.one_of(*[st.none()] * 4, st.integers(1, 250))
+"""Before which line of an operation the server is killed, if it is."""
+
+
+class Machine(Beside, RuleBasedStateMachine):
+    """Anything in any order."""
+
     @initialize(
         window=st.sampled_from([EPISODES, CONTEXT, replace(CONTEXT, length=2, context=1, online=False)]),
         capacity=st.integers(4, 12),
         max_envs=st.integers(1, 4),
     )
     def configure(self, window: WindowSpec, capacity: int, max_envs: int) -> None:
-        self.spec = TableSpec(ROW, window, capacity, max_envs)
-        self.table = self.tables.configure("it", self.spec, seed=0)
-        self.model = Model(self.spec)
-        stream = self.table.open_stream("a", 1)
-        self.model.join("a", 1)
-        self.model.streams["a"].epoch = stream.epoch
+        self.make(TableSpec(ROW, window, capacity, max_envs))
+        self.open_stream("a", 1)
 
     def teardown(self) -> None:
-        self.tables.close()
-        shutil.rmtree(self.root)
-
-    # adversity
-
-    def reopen(self) -> None:
-        self.tables = self.disk.open(next(self.opened))
-        self.table = self.tables.get("it")
-
-    def perform(self, data: st.DataObject | None, act: Callable[[], T], states: Callable[[Model], list[Model]]) -> T:
-        """Does something to the table, and now and then kills the server in the middle; then it is done again.
-
-        act: what to do, to `self.table`. states: a model -> what may be left of it by a kill, first what it was and
-        last what it shall be.
-        """
-        if data is not None and data.draw(st.integers(0, 5), "kill") == 5:
-            with at_line(data.draw(st.integers(1, 250), "before line"), self.disk.copy) as killed:
-                act()
-            if not killed():
-                self.disk.copy()
-            self.tables.close()
-            self.disk.killed()
-            self.reopen()
-            self.model = self.found(states(self.model))
-        result = act()
-        self.model = states(self.model)[-1]
-        return result
-
-    def found(self, candidates: list[Model]) -> Model:
-        """The candidate that the table is."""
-        for model in candidates:
-            model.reopen()
-            try:
-                agree(self.table, model)
-            except AssertionError as error:
-                wrong = error
-            else:
-                return model
-        raise wrong
+        self.end()
 
     @rule(growth=GROWTH)
     def close_and_open(self, growth: tuple[int, int]) -> None:
@@ -305,31 +415,20 @@ class Machine(RuleBasedStateMachine):
 
     # writers
 
-    @rule(data=st.data(), name=st.sampled_from("abc"), num_envs=st.integers(1, 2))
-    def join(self, data: st.DataObject, name: str, num_envs: int) -> None:
+    @rule(name=st.sampled_from("abc"), num_envs=st.integers(1, 2), kill=KILL)
+    def join(self, name: str, num_envs: int, kill: int | None) -> None:
         stream = self.model.streams.get(name)
         if stream is None and len(self.model.flags) + num_envs > self.spec.max_envs:
             with pytest.raises(OSError, match="raise max_envs"):
                 self.table.open_stream(name, num_envs)
-            return
-        if stream is not None and stream.num_envs != num_envs:
+        elif stream is not None and stream.num_envs != num_envs:
             with pytest.raises(ValueError, match=f"{name!r} has {stream.num_envs} environments"):
                 self.table.open_stream(name, num_envs)
-            return
+        else:
+            self.open_stream(name, num_envs, kill)
 
-        def states(model: Model) -> list[Model]:
-            after = copy.deepcopy(model)
-            after.join(name, num_envs)
-            return [model, after]
-
-        opened = self.perform(data, lambda: self.table.open_stream(name, num_envs), states)
-        stream = self.model.streams[name]
-        assert (opened.next_tick, opened.first_env_id) == (stream.next_tick, stream.first_env)
-        assert opened.epoch > stream.epoch
-        stream.epoch = opened.epoch
-
-    @rule(data=st.data(), ticks=st.integers(1, 4))
-    def append(self, data: st.DataObject, ticks: int) -> None:
+    @rule(data=st.data(), ticks=st.integers(1, 4), kill=KILL)
+    def append(self, data: st.DataObject, ticks: int, kill: int | None) -> None:
         """Ticks of some of a stream's environments: uneven, abandoned and open episodes."""
         name = data.draw(st.sampled_from(sorted(self.model.streams)), "stream")
         for _ in range(ticks):
@@ -338,35 +437,7 @@ class Machine(RuleBasedStateMachine):
                 code = data.draw(st.integers(0, 4), f"environment {e}")  # 1: begins; 2: ends; 3: both; 4: stays
                 if code != 4:
                     flags[e] = (self.model.must_begin(e) or code in (1, 3), code in (2, 3))
-            self.tick(data, name, flags)
-
-    def grow(self, growth: tuple[int, int]) -> None:
-        """Any number of ticks, of any streams."""
-        rng = np.random.default_rng(growth[0])
-        for _ in range(growth[1]):
-            name = rng.choice(sorted(self.model.streams)).item()
-            self.tick(None, name, {
-                e: (self.model.must_begin(e) or rng.random() < 0.05, rng.random() < 0.15)
-                for e in self.model.environments(name)
-                if rng.random() < 0.9
-            })  # fmt: skip
-
-    def tick(self, data: st.DataObject | None, name: str, flags: dict[int, Flags]) -> None:
-        stream, salt = self.model.streams[name], self.salt
-        tick, epoch = stream.next_tick, stream.epoch
-        env = np.array(list(flags), np.int32)
-        row = np.array([len(self.model.flags[e]) for e in flags], np.int64)
-        columns = to_columns(rows_of(env, row, *np.array(list(flags.values()), bool).reshape(-1, 2).T, salt))
-
-        def states(model: Model) -> list[Model]:
-            given_up, after = copy.deepcopy(model), copy.deepcopy(model)
-            for e in flags:
-                given_up.floor[e] = max(model.tail(e), len(model.flags[e]) + 1 - model.capacity)
-            after.append(name, tick, flags, salt)
-            return [model, given_up, after]
-
-        act = lambda: self.table.append(name, epoch, self.table.incarnation, tick, env, columns)
-        assert self.perform(data, act, states) == tick
+            self.tick(name, flags, kill)
 
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
@@ -404,8 +475,8 @@ class Machine(RuleBasedStateMachine):
 
     # readers
 
-    @rule(data=st.data(), growth=GROWTH, batch=st.integers(1, 5), purpose=st.sampled_from(["train", "report"]))
-    def sample(self, data: st.DataObject, growth: tuple[int, int], batch: int, purpose: Purpose) -> None:
+    @rule(growth=GROWTH, batch=st.integers(1, 5), purpose=st.sampled_from(["train", "report"]), kill=KILL)
+    def sample(self, growth: tuple[int, int], batch: int, purpose: Purpose, kill: int | None) -> None:
         self.grow(growth)
         allowed = {start for choice in self.model.choices() for start in choice}
         if not allowed:
@@ -414,19 +485,20 @@ class Machine(RuleBasedStateMachine):
             return
         fresh = []
 
-        def states(model: Model) -> list[Model]:
-            if purpose == "report":
-                return [model]
+        def change(model: Model) -> Model:
+            if purpose == "train":
+                fresh[:] = model.pop(batch)
+                model.sampled += batch
+            return model
+
+        def popped(model: Model) -> list[Model]:  # and not counted
             left = [copy.deepcopy(model)]
-            for _ in range(batch):  # fresh windows may be gone before the count is written
+            for _ in range(batch if purpose == "train" else 0):
                 left.append(copy.deepcopy(left[-1]))
                 left[-1].pop(1)
-            after = copy.deepcopy(model)
-            fresh[:] = after.pop(batch)
-            after.sampled += batch
-            return [*left, after]
+            return left
 
-        window = served(self.table, *self.perform(data, lambda: self.table.choose(batch, purpose), states))
+        window = served(self.table, *self.perform(lambda: self.table.choose(batch, purpose), change, kill, popped))
         self.model.check(window)
         starts = list(zip(window.env_id.tolist(), window.first_row.tolist(), strict=True))
         assert starts[: len(fresh)] == fresh
@@ -459,33 +531,19 @@ class Machine(RuleBasedStateMachine):
 
     # marks
 
-    @rule(data=st.data(), growth=GROWTH, name=st.sampled_from(["one", "two"]))
-    def mark(self, data: st.DataObject, growth: tuple[int, int], name: str) -> None:
+    @rule(growth=GROWTH, name=st.sampled_from(["one", "two"]), kill=KILL)
+    def make_mark(self, growth: tuple[int, int], name: str, kill: int | None) -> None:
         self.grow(growth)
-        self.perform(data, lambda: self.table.mark(name), lambda model: [model])
-        self.marks[name] = copy.deepcopy(self.model)
+        self.mark(name, kill)
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data(), kill=KILL)
+    def return_to_mark(self, data: st.DataObject, kill: int | None) -> None:
+        self.restore(data.draw(st.sampled_from(sorted(self.marks)), "mark"), kill)
 
     @precondition(lambda self: self.marks)
     @rule(data=st.data())
-    def restore(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.marks)), "mark")
-        self.past.append(self.table.incarnation)
-
-        def states(model: Model) -> list[Model]:
-            return [model, self.marks[name].restored(model.streams)]
-
-        self.perform(data, lambda: self.table.restore(name), states)
-        self.salt += 1
-        assert self.table.incarnation not in self.past
-        for name in list(self.model.streams):
-            stream = self.model.streams[name]
-            opened = self.table.open_stream(name, stream.num_envs)
-            assert (opened.next_tick, opened.first_env_id) == (stream.next_tick, stream.first_env)
-            stream.epoch = opened.epoch
-
-    @precondition(lambda self: self.marks)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
+    def forget_mark(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.marks)), "mark")
         self.table.forget(name)
         del self.marks[name]
@@ -505,3 +563,296 @@ class TestMachine(Machine.TestCase):
         phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
+
+
+# At every line.
+
+
+class Everywhere(Beside):
+    """Kills the server before the lines of one operation in turn."""
+
+    step = 0
+    """So many lines lie between two kills; 0: none is killed."""
+
+    def perform(
+        self,
+        act: Callable[[], T],
+        change: Callable[[Model], Model],
+        kill_before: int | None = None,
+        halfway: Callable[[Model], list[Model]] = lambda model: [],
+    ) -> T:
+        if not self.step:
+            return super().perform(act, change)
+        lines, self.left = self.kept_of(act), set()
+        before = self.model
+        for line in lines:
+            self.model = copy.deepcopy(before)
+            self.left.add(self.killed(line, self.candidates(change, halfway)))
+            result = act()
+            self.model = change(self.model)
+            agree(self.table, self.model)
+            self.tables.close()
+        self.reopen()
+        self.model.reopen()
+        return result
+
+    def kept_of(self, act: Callable[[], object]) -> list[int]:
+        """Does something and closes the tables; the lines before which there are copies."""
+        lines = []
+
+        def keep(line: int) -> None:
+            if line % self.step == 0:
+                self.disk.copy(line)
+                lines.append(line)
+
+        with before_lines(keep):
+            act()
+        self.tables.close()
+        self.step = 0
+        return lines
+
+
+@pytest.fixture
+def everywhere():
+    beside = Everywhere()
+    yield beside
+    beside.end()
+
+
+def fill(beside: Beside, window: WindowSpec, capacity: int = 8) -> None:
+    """Full rings of three environments of two writers, with a mark, and some latents written back."""
+    beside.make(TableSpec(ROW, window, capacity, 4))
+    beside.open_stream("a", 2)
+    beside.open_stream("b", 1)
+    beside.grow((1, 40))
+    beside.mark("then")
+    beside.grow((2, 10))
+    write(beside, newest(beside.model, 4), 7)
+
+
+def newest(model: Model, age: int) -> list[tuple[int, int]]:
+    return [(e, len(flags) - age) for e, flags in enumerate(model.flags)]
+
+
+def oldest(model: Model) -> list[tuple[int, int]]:
+    return [(e, model.tail(e)) for e in range(len(model.flags))]
+
+
+def update_of(rows: list[tuple[int, int]], version: int) -> WriteBack:
+    return latents_of(*np.array(rows).T, np.full(len(rows), version))
+
+
+def write(beside: Beside, rows: list[tuple[int, int]], version: int) -> None:
+    beside.table.write_back(beside.table.incarnation, update_of(rows, version))
+    beside.model.write(update_of(rows, version))
+
+
+def advance(beside: Beside) -> None:
+    """A tick of writer a."""
+    beside.tick("a", {e: (beside.model.must_begin(e), False) for e in (0, 1)})
+
+
+OPERATIONS: dict[str, tuple[Callable[[Beside], None], int, set[int]]] = {
+    "append": (advance, 1, {0, 1, 2}),
+    "open a new stream": (lambda beside: beside.open_stream("c", 1), 1, {0, 1}),
+    "open a stream again": (lambda beside: beside.open_stream("a", 2), 1, {0}),
+    "mark": (lambda beside: beside.mark("now"), 5, {0}),
+    "restore": (lambda beside: beside.restore("then"), 20, {0, 1}),
+}
+"""Name -> (operation, lines between two kills in the fast test, which of its states kills leave)."""
+
+
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_kill_before_any_line_leaves_what_was_or_what_shall_be(everywhere, operation, fast):
+    operate, step, left = OPERATIONS[operation]
+    fill(everywhere, CONTEXT)
+    everywhere.step = step if fast else 1
+    operate(everywhere)
+    assert everywhere.left == left
+    advance(everywhere)
+    agree(everywhere.table, everywhere.model)
+
+
+def test_a_kill_in_a_mark_leaves_the_old_one_or_the_new_one(everywhere):
+    fill(everywhere, CONTEXT)
+    old, new = everywhere.marks["then"], everywhere.model
+    everywhere.step = 3
+    left = []
+    for line in everywhere.kept_of(lambda: everywhere.table.mark("then")):
+        everywhere.disk.killed(line)
+        everywhere.reopen()
+        assert everywhere.table.marks() == ["then"]
+        everywhere.table.restore("then")
+        left.append(which(everywhere.table, [mark.restored(new.streams) for mark in (old, new)]))
+        everywhere.tables.close()
+    everywhere.reopen()
+    assert left == sorted(left)
+    assert set(left) == {0, 1}
+
+
+def test_a_kill_in_a_write_back_leaves_old_latents_or_new_ones(everywhere):
+    fill(everywhere, CONTEXT)
+    model = everywhere.model
+    rows = [row for age in (6, 5, 4) for row in newest(model, age)]
+    everywhere.step = 1
+    write_again = lambda: everywhere.table.write_back(everywhere.table.incarnation, update_of(rows, 9))
+    found = Counter()
+    for line in everywhere.kept_of(write_again):
+        everywhere.disk.killed(line)
+        everywhere.reopen()
+        for e, r in rows:
+            window = served(everywhere.table, np.array([e]), np.array([r]))
+            version, wide = window.latents["version"][0, 0].item(), window.latents["wide"][0, 0, 1, 2].item()
+            assert version in (model.versions.get((e, r), 0), 9)
+            assert wide in (model.versions.get((e, r), r % 256), 9)
+            found[version] += 1
+        assert write_again() == len(rows)
+        after = copy.deepcopy(model)
+        after.write(update_of(rows, 9))
+        contents(everywhere.table, after)
+        everywhere.tables.close()
+    everywhere.reopen()
+    assert found.keys() == {0, 7, 9}
+
+
+@pytest.fixture
+def beside():
+    beside = Beside()
+    yield beside
+    beside.end()
+
+
+PLAIN = replace(CONTEXT, context=0, latents="none", online=False)
+
+
+def every_line(work: Callable[[int], bool], step: int = 1) -> None:
+    """Does `work` with a line at which something else happens, for one line after the other, until there is none."""
+    assert work(1)
+    for line in itertools.count(1 + step, step):
+        if not work(line):
+            break
+
+
+def check_window(model: Model, window: Window) -> None:
+    """A window is what the model says of those rows, latents that were never written included."""
+    model.check(window)
+    if model.window.context:
+        rows = window.first_row[:, None] + np.arange(model.window.context)
+        np.testing.assert_array_equal(window.latents["version"], 0)
+        np.testing.assert_array_equal(window.latents["wide"][..., 1, 2].astype(np.int64), rows % 256)
+
+
+@pytest.mark.parametrize(("window", "capacity"), [(PLAIN, 8), (CONTEXT, 8), (EPISODES, 30)])
+def test_rows_that_are_overwritten_during_a_gather_are_not_served(beside, window, capacity):
+    fill(beside, window, capacity)
+    beside.grow((3, 2 * capacity))  # rows with latents of their own are gone
+    redrawn = 0
+
+    def work(line: int) -> bool:
+        nonlocal redrawn
+        chosen = beside.table.choose(16, "report")
+        with meanwhile(line, lambda: beside.grow((line, capacity // 2))) as begun:
+            got = served(beside.table, *chosen)
+        check_window(beside.model, got)
+        redrawn += int((got.first_row != chosen[1]).sum())
+        return bool(begun)
+
+    every_line(work)
+    assert redrawn > 0
+
+
+@pytest.mark.parametrize("window", [PLAIN, CONTEXT])
+def test_rows_that_are_gathered_during_an_append_are_whole(beside, window):
+    fill(beside, window)
+    beside.grow((3, 20))
+
+    def work(line: int) -> bool:
+        drawn, places = beside.table.choose(16, "report"), np.array(oldest(beside.model)).T  # the latter go now
+        chosen = [np.concatenate(parts) for parts in zip(drawn, places, strict=True)]
+        with meanwhile(line, lambda: served(beside.table, *chosen)) as begun:
+            advance(beside)
+        for future in begun:
+            check_window(beside.model, future.result())
+        return bool(begun)
+
+    every_line(work)
+
+
+@pytest.mark.parametrize("first", ["append", "write back"])
+def test_latents_never_reach_the_row_that_took_the_place_of_theirs(beside, first):
+    fill(beside, CONTEXT)
+    orders = set()
+
+    def work(line: int) -> bool:
+        rows = oldest(beside.model)
+        back = lambda: beside.table.write_back(beside.table.incarnation, update_of(rows, 9))
+        one, two = (lambda: advance(beside)), back
+        if first == "write back":
+            one, two = two, one
+        with meanwhile(line, two) as begun:
+            one()
+        if not begun:
+            two()
+        written_first, appended_first = copy.deepcopy(beside.model), copy.deepcopy(beside.model)
+        written_first.versions |= dict.fromkeys(rows, 9)
+        written_first.written += len(rows)
+        appended_first.write(update_of(rows, 9))
+        candidates = [written_first, appended_first]
+        order = which(beside.table, candidates)
+        beside.model = candidates[order]
+        orders.add(order)
+        return bool(begun)
+
+    every_line(work)
+    assert orders == {0, 1}
+
+
+def test_two_writers_at_once(beside):
+    fill(beside, CONTEXT)
+
+    def work(line: int) -> bool:
+        stream = beside.model.streams["b"]
+        tick, flags = stream.next_tick, {2: (beside.model.must_begin(2), False)}
+        append = beside.tick_of("b", flags)
+        with meanwhile(line, append) as begun:
+            advance(beside)
+        if not begun:
+            append()
+        beside.model.append("b", tick, flags, beside.salt)
+        agree(beside.table, beside.model)
+        return bool(begun)
+
+    every_line(work)
+
+
+def one_of(window: Window, i: int) -> Window:
+    """The i-th window alone."""
+    alone = lambda value: {k: v[i : i + 1] for k, v in value.items()} if isinstance(value, dict) else value[i : i + 1]
+    return Window(**{name: alone(value) for name, value in vars(window).items()})
+
+
+@pytest.mark.parametrize("first", ["restore", "sample"])
+def test_windows_are_of_one_past_while_a_table_is_restored(beside, first):
+    fill(beside, PLAIN)
+    beside.mark("then")
+
+    def work(line: int) -> bool:
+        beside.grow((line, 12))
+        old, new = beside.model, beside.marks["then"].restored(beside.model.streams)
+        one, two = (lambda: beside.restore("then")), (lambda: served(beside.table, *beside.table.choose(16, "report")))
+        if first == "sample":
+            one, two = two, one
+        with meanwhile(line, two) as begun:
+            results = [one()]
+        results += [future.result() for future in begun] or [two()]
+        (window,) = (result for result in results if result is not None)
+        for i in range(16):
+            try:
+                old.check(one_of(window, i))
+            except (AssertionError, IndexError):
+                new.check(one_of(window, i))
+        agree(beside.table, beside.model)
+        return bool(begun)
+
+    every_line(work, step=7 if first == "restore" else 1)
