@@ -1,6 +1,6 @@
 """The queue of fresh windows, which training is served before any window is drawn (DreamerV3's online queue).
 
-Axes: N rows of one tick, B windows.
+Axes: K ticks, N rows of one tick, B windows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class OnlineQueue:
         return list(self._waiting)
 
     def append(self, env_id: np.ndarray, row: np.ndarray) -> None:
-        """Follows one tick: `row` [N] are the new rows' numbers in environments `env_id` [N]."""
+        """Follows K ticks: `row` [K, N] are the new rows' numbers in environments `env_id` [N]."""
         whole = (row % self._length == 0) & (row >= self._length - 1)
-        if whole.any():
+        if self._waiting.maxlen and whole.any():
             first = row[whole] - (self._length - 1)
-            self._waiting.extend(zip(env_id[whole].tolist(), first.tolist(), strict=True))
+            env_id = np.broadcast_to(env_id, row.shape)[whole]
+            self._waiting.extend(zip(env_id.tolist(), first.tolist(), strict=True))
 
     def pop(self, count: int, tail: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Takes out the oldest windows, at most `count`: (env_id, first_row), int64 [B] each.

@@ -7,7 +7,7 @@ Order in a full ring: advance the tail, write the rows, advance the head. So at 
 row that is being overwritten, and a reader that looks at the tail again after its gather knows whether what it copied
 was still there. One thread appends.
 
-Axes: E environments, N rows of one call, B windows, T rows of a window.
+Axes: E environments, K ticks, N rows of one tick or call, B windows, T rows of a window.
 """
 
 from __future__ import annotations
@@ -105,29 +105,30 @@ class Ring:
             raise ValueError(f"env_id {env_id.tolist()} repeats an environment; a tick has one row of each")
         check_columns(columns, self._layout, env_id.size)
 
-    def reserve(self, env_id: np.ndarray) -> None:
-        """Makes sure that the next row of each environment of `env_id` [N] has space.
+    def reserve(self, env_id: np.ndarray, ticks: int) -> None:
+        """Makes sure that the next `ticks` rows of each environment of `env_id` [N] have space.
 
         Raises OSError naming path and bytes; nothing is changed then.
         """
-        slot = self.head[env_id] % self.capacity
-        for env in env_id[slot >= self._reserved[env_id]].tolist():
-            self._reserve(env, int(self.head[env] % self.capacity) + 1)
+        slots = self.head[env_id] % self.capacity + ticks  # beyond the capacity: round the end, so every slot
+        for i in np.flatnonzero(np.minimum(slots, self.capacity) > self._reserved[env_id]).tolist():
+            self._reserve(int(env_id[i]), min(int(slots[i]), self.capacity))
 
     def append(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Adds one row to each environment of `env_id` [N]; columns are [N, ...]. Returns their numbers, int64 [N].
+        """Adds K ticks, at most `capacity`: a row each to the environments of `env_id` [N]; columns are [K, N, ...].
 
-        Takes only what `check` accepts, after `reserve`.
+        Takes only ticks that `check` accepts, after `reserve`. Returns the rows' numbers, int64 [K, N].
         """
-        row = self.head[env_id]
+        head, ticks = self.head[env_id], next(iter(columns.values())).shape[0]
+        row = head + np.arange(ticks)[:, None]
         slot = row % self.capacity
-        self.tail[env_id] = np.maximum(self.tail[env_id], row + 1 - self.capacity)
+        self.tail[env_id] = np.maximum(self.tail[env_id], head + ticks - self.capacity)
         place = self._place(env_id, slot)
         for name, value in columns.items():
             self._columns[name][place] = value
         for touched in self._touched.values():
             touched[slot // self._chunk_slots] = True
-        self.head[env_id] = row + 1
+        self.head[env_id] = head + ticks
         return row
 
     def gather(self, env_id: np.ndarray, first_row: np.ndarray, out: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  
 from replay_server.metrics import Metrics
 from replay_server.table import Table, Tables
 from telamon.data import FLAGS, WriteBack
-from telamon.replay import Purpose
+from telamon.replay import Purpose, StreamSuperseded
 from telamon.rpc import codec, security
 from telamon.rpc.shared import SharedSlots
 from telamon.rpc.status import DataLoss, status_of
@@ -138,20 +138,20 @@ class _Append(_Stream):
             raise ValueError(f"env_id {max(append.env_id)} must be below the table's max_envs {table.spec.max_envs}")
         env_id = np.array(append.env_id, np.int32)
         buffer, align = self.arrays(frame)
-        ticks = self.layout.ticks(buffer, header.count, append.ticks, align)
-        done = 0
-        held = -1
+        columns = self.layout.ticks(buffer, header.count, append.ticks, align)
+        # copies that are 0 or 1: what is checked must not change in a slot afterwards
+        columns |= {name: columns[name].view(np.uint8) != 0 for name in FLAGS}
+        size = append.ticks if table.credit < 0 else 1  # each tick looks at the credit that the one before it left
+        held = begin = 0
         try:
-            for columns in ticks:
+            for begin in range(0, append.ticks, size):
                 self._wait_for_credit(table)
-                # copies that are 0 or 1: what is checked must not change in a slot afterwards
-                columns |= {name: columns[name].view(np.uint8) != 0 for name in FLAGS}
-                held = table.append(
-                    append.stream, append.epoch, header.incarnation, append.tick + done, env_id, columns
-                )
-                done += 1
+                part = {name: value[begin : begin + size] for name, value in columns.items()}
+                held = table.append(append.stream, append.epoch, header.incarnation, append.tick + begin, env_id, part)
         except Exception as error:
-            self.service.metrics.refused(self.name, status_of(error)[0].name, header.count * (append.ticks - done))
+            stored = 0 if isinstance(error, StreamSuperseded) else table.held(append.stream) + 1 - append.tick
+            refused = append.ticks - min(max(begin, stored), append.ticks)
+            self.service.metrics.refused(self.name, status_of(error)[0].name, header.count * refused)
             raise
         yield replay_pb2.AppendAck(tick=held).SerializeToString()
 

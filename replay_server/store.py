@@ -91,19 +91,22 @@ class Store:
 
     def append(self, rows: Rows) -> None:
         """Adds one tick. Raises ValueError naming the column or environment, expected and found."""
-        columns = to_columns(rows)
+        columns = {name: value[None] for name, value in to_columns(rows).items()}
         self.prepare(rows.env_id, columns)
         self.commit(rows.env_id, columns)
 
     def prepare(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-        """Refuses a tick that must not be appended: as `append`, and OSError where it has no space."""
+        """Refuses ticks that must not be appended: as `append`, and OSError where they have no space.
+
+        columns: [K, N, ...], K at most the capacity, of K ticks of environments `env_id` [N].
+        """
         ring, episodes = self._content.ring, self._content.episodes
-        ring.check(env_id, columns)
-        episodes.check(env_id, columns["is_first"])
-        ring.reserve(env_id)
+        ring.check(env_id, {name: value[0] for name, value in columns.items()})
+        episodes.check(env_id, columns["is_first"], columns["is_last"])
+        ring.reserve(env_id, columns["is_first"].shape[0])
 
     def commit(self, env_id: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-        """Adds one tick that `prepare` has let pass."""
+        """Adds ticks that `prepare` has let pass."""
         content = self._content
         with self._lock:
             row = content.ring.append(env_id, columns)

@@ -5,6 +5,7 @@ number of its next tick. All of it lies beside the rows, so it survives what the
 
 A tick moves several heads and the stream's own count. Before it begins, what they are is written down; a process that
 finds such a note when it opens the table puts them back, so that after SIGKILL a tick is there whole or not at all.
+Several ticks that came together share one note.
 
 Axes: E environments, N rows of one tick.
 """
@@ -94,8 +95,8 @@ class Streams:
         epoch, next_tick = int(self._epoch[stream.index]), int(self._next_tick[stream.index])
         return Opened(epoch, next_tick, stream.first_env_id)
 
-    def check(self, name: str, epoch: int, tick: int, env_id: np.ndarray) -> tuple[Stream, bool]:
-        """(the stream, whether tick `tick` is the next one; if not, it is held already).
+    def check(self, name: str, epoch: int, tick: int, env_id: np.ndarray) -> tuple[Stream, int]:
+        """(the stream, how many of the ticks from `tick` on it holds already).
 
         Raises FileNotFoundError, StreamSuperseded, TickGap, and ValueError for environments [N] of another stream.
         """
@@ -112,11 +113,12 @@ class Streams:
         first, end = stream.first_env_id, stream.first_env_id + stream.num_envs
         if env_id.size and not (env_id.min() >= first and env_id.max() < end):
             raise ValueError(f"env_id {env_id.tolist()} leaves environments {first} to {end - 1} of stream {name!r}")
-        return stream, tick == next_tick
+        return stream, next_tick - tick
 
-    def held(self, stream: Stream) -> int:
-        """The highest tick held; -1 before the first."""
-        return int(self._next_tick[stream.index]) - 1
+    def held(self, name: str) -> int:
+        """The highest tick held of a stream; -1 before the first, and of an unknown stream."""
+        stream = self.by_name.get(name)
+        return -1 if stream is None else int(self._next_tick[stream.index]) - 1
 
     def begin(self, stream: Stream, env_id: np.ndarray, head: np.ndarray) -> None:
         """Notes where a tick of environments `env_id` [N] begins. head: int64 [E]."""
@@ -126,13 +128,13 @@ class Streams:
         note[3 + count : 3 + 2 * count] = head[env_id]
         note[0] = count  # last: from here on the note counts
 
-    def end(self, stream: Stream) -> None:
-        """The tick is whole: it is counted, and the note does not count any more."""
-        self._next_tick[stream.index] += 1
+    def end(self, stream: Stream, ticks: int) -> None:
+        """The ticks are whole: they are counted, and the note does not count any more."""
+        self._next_tick[stream.index] += ticks
         self._note[0] = 0
 
     def recover(self, head: np.ndarray) -> bool:
-        """Takes back a tick that was begun and not ended, if there is one. head: int64 [E], changed."""
+        """Takes back what was begun and not ended, if there is anything. head: int64 [E], changed."""
         count, note = int(self._note[0]), self._note
         if not count:
             return False

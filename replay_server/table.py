@@ -90,6 +90,8 @@ class Table:
         head, tail = self._store.head, files.array("tail", (spec.max_envs,), np.dtype(np.int64))
         if not ((tail >= 0) & (tail <= head) & (head - tail <= spec.capacity)).all():
             raise ValueError(f"{files.path('head')} and {files.path('tail')} contradict each other")
+        # Ticks that are taken together: what they replace in a full ring is gone if they are taken back.
+        self._block = max(1, spec.capacity // 8)
         self._base: tuple[str, int] | None = None
         self._use(incarnation, files, streams)
         # One tick, mark or restore at a time; a store's own lock only guards what must be seen together.
@@ -136,24 +138,41 @@ class Table:
         env_id: np.ndarray,
         columns: Mapping[str, np.ndarray],
     ) -> int:
-        """Adds a stream's tick, one row of each environment of `env_id` int32 [N]; columns are [N, ...].
+        """Adds ticks of a stream, from number `tick` on: a row each of environments `env_id` int32 [N].
 
-        Returns the highest tick held; a tick that is held is not looked at again. What is returned survives SIGKILL.
+        columns: [K, N, ...] for K ticks; those that are held are not looked at again. One after another: when one is
+        refused, those before it stay. Returns the highest tick held; what is returned survives SIGKILL.
         Raises FileNotFoundError for an unknown stream, StreamSuperseded, TickGap, ValueError for rows that contradict
-        the specs, and OSError where there is no space; nothing is stored then.
+        the specs, and OSError where there is no space; nothing of that tick is stored then.
         """
         with self._lock:
             if incarnation != self.incarnation:
                 raise StreamSuperseded(
                     f"table {self.directory.name!r} was restored or lost since stream {stream!r} opened; open it again"
                 )
-            writer, due = self._streams.check(stream, epoch, tick, env_id)
-            if due:
-                self._store.prepare(env_id, columns)
+            writer, held = self._streams.check(stream, epoch, tick, env_id)
+            if len(lengths := {value.shape[0] for value in columns.values()}) != 1:
+                raise ValueError(f"columns have {sorted(lengths)} ticks; each must have all of the same ticks")
+            (ticks,) = lengths
+            begin, size = held, self._block
+            while begin < ticks:
+                block = {name: value[begin : begin + size] for name, value in columns.items()}
+                try:
+                    self._store.prepare(env_id, block)
+                except (OSError, ValueError):
+                    if size == 1:
+                        raise
+                    size = 1  # up to the one that must be refused
+                    continue
                 self._streams.begin(writer, env_id, self._store.head)
-                self._store.commit(env_id, columns)
-                self._streams.end(writer)
-            return self._streams.held(writer)
+                self._store.commit(env_id, block)
+                self._streams.end(writer, min(size, ticks - begin))
+                begin += size
+            return self._streams.held(stream)
+
+    def held(self, stream: str) -> int:
+        """The highest tick held of a stream; -1 before the first, and of an unknown stream."""
+        return self._streams.held(stream)
 
     def grant(self, rows: int) -> None:
         """Bounds the rows that may have been appended in all; negative: no bound."""

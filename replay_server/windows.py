@@ -6,7 +6,7 @@ and its rows up to the last one are valid). One whose first row was overwritten 
 A `Start` is a way of choosing: how many choices each environment offers, and which first row a choice means. Drawing is
 then the same for all: uniform over the choices of all environments.
 
-Axes: E environments, N rows of one tick, B windows.
+Axes: E environments, K ticks, N rows of one tick, B windows.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ class Episodes:
         place = (self._dropped[env_id] + k) % self._places
         return self._first_row[env_id, place], self._rows[env_id, place]
 
-    def check(self, env_id: np.ndarray, is_first: np.ndarray) -> None:
-        """Raises ValueError when a row [N] that must begin an episode is not is_first."""
-        orphan = ~is_first & (self._open[env_id] == NO_EPISODE)
+    def check(self, env_id: np.ndarray, is_first: np.ndarray, is_last: np.ndarray) -> None:
+        """Raises ValueError when a row of K ticks [K, N] that must begin an episode is not is_first."""
+        none_open = np.concatenate([self._open[None, env_id] == NO_EPISODE, is_last[:-1]])
+        orphan = (none_open & ~is_first).any(0)
         if orphan.any():
             raise ValueError(
                 f"environment {env_id[orphan.argmax()]} gave a row without is_first where an episode must begin; "
@@ -97,16 +98,21 @@ class Episodes:
     def append(
         self, env_id: np.ndarray, row: np.ndarray, tail: np.ndarray, is_first: np.ndarray, is_last: np.ndarray
     ) -> None:
-        """Follows one tick. `row` [N] are the new rows' numbers, `tail` [N] their environments' oldest rows now."""
-        # A tail moves by one row per append and first rows differ, so at most one episode goes.
-        oldest = self._first_row[env_id, self._dropped[env_id] % self._places]
-        self._dropped[env_id] += (self.count[env_id] > 0) & (oldest < tail)
-        if is_first.any():
-            self._close(env_id[is_first], row[is_first], tail[is_first])
-            self._open[env_id[is_first]] = row[is_first]
-        if is_last.any():
-            self._close(env_id[is_last], row[is_last] + 1, tail[is_last])
-            self._open[env_id[is_last]] = NO_EPISODE
+        """Follows K ticks. `row` [K, N] are the new rows' numbers, `tail` [N] their environments' oldest rows now."""
+        # A tail moves by one row per tick and first rows differ, so at most one episode goes with each.
+        for _ in range(row.shape[0]):
+            oldest = self._first_row[env_id, self._dropped[env_id] % self._places]
+            gone = (self.count[env_id] > 0) & (oldest < tail)
+            if not gone.any():
+                break
+            self._dropped[env_id] += gone
+        for k in np.flatnonzero((is_first | is_last).any(1)).tolist():
+            if is_first[k].any():
+                self._close(env_id[is_first[k]], row[k, is_first[k]], tail[is_first[k]])
+                self._open[env_id[is_first[k]]] = row[k, is_first[k]]
+            if is_last[k].any():
+                self._close(env_id[is_last[k]], row[k, is_last[k]] + 1, tail[is_last[k]])
+                self._open[env_id[is_last[k]]] = NO_EPISODE
 
     def rebuild(self, env: int, tail: int, is_first: np.ndarray, is_last: np.ndarray) -> None:
         """Sets one environment's episodes from the flags [head - tail] of all rows it holds, oldest first."""

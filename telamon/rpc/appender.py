@@ -430,9 +430,9 @@ class Appender:
                 continue
             header.slot, buffer = loan
             places = self._layout.ticks(buffer, env_id.size, len(ticks), SLOT)
-            for tick, columns in zip(ticks, places, strict=True):
+            for k, tick in enumerate(ticks):
                 for name, value in self._layout.views(tick.payload, env_id.size).items():
-                    columns[name][...] = value
+                    places[name][k] = value
             yield join_frame(header, ())
 
     def _read(self, call: Iterator[bytes], memory: SharedSlots | None) -> Failure | None:

@@ -260,30 +260,26 @@ class Layout:
 
         Raises ValueError for a payload of another size, or a slot that is too small.
         """
-        return next(self.ticks(buffer, count, 1, align))
+        return {name: ticks[0] for name, ticks in self.ticks(buffer, count, 1, align).items()}
 
-    def ticks(self, buffer: Buffer, count: int, ticks: int, align: int = PACKED) -> Iterator[dict[str, np.ndarray]]:
-        """As `views`, for each of `ticks` ticks of `count` rows that follow one another. Raises ValueError at once."""
+    def ticks(self, buffer: Buffer, count: int, ticks: int, align: int = PACKED) -> dict[str, np.ndarray]:
+        """Arrays [ticks, count, ...] of ticks that follow one another in a buffer. Raises ValueError at once."""
         if count < 1 or ticks < 1:
             raise ValueError(f"the frame has {ticks} x {count} rows; each must be at least 1")
-        expected, found = ticks * self.nbytes(count, align), len(buffer)
+        stride = self.nbytes(count, align)
+        expected, found = ticks * stride, len(buffer)
         if found < expected or (found > expected and align == PACKED):
             raise ValueError(
                 f"the arrays of {ticks} x {count} rows take {expected} bytes, but there are {found}; "
                 f"the columns are {list(self.columns)}"
             )
-        return self._ticks(buffer, count, ticks, align)
-
-    def _ticks(self, buffer: Buffer, count: int, ticks: int, align: int) -> Iterator[dict[str, np.ndarray]]:
-        at = 0
-        for _ in range(ticks):
-            views = {}
-            for name, shape, dtype, size in self._sizes:
-                at += -at % align
-                views[name] = np.ndarray((count, *shape), dtype, buffer, at)
-                at += count * size
-            at += -at % max(8, align)
-            yield views
+        at, views = 0, {}
+        for name, shape, dtype, size in self._sizes:
+            at += -at % align
+            inner = np.ndarray((count, *shape), dtype, buffer, at)
+            views[name] = np.ndarray((ticks, count, *shape), dtype, buffer, at, (stride, *inner.strides))
+            at += count * size
+        return views
 
     def check(self, columns: Sequence[replay_pb2.Column]) -> None:
         """Raises ValueError naming the first of `Header.columns` that differs from this layout."""

@@ -518,7 +518,8 @@ class Served:
             is_terminal=np.zeros(e, bool),
             action=np.zeros((e, 1), np.float32),
         )
-        self.table.append("worker", self.epoch, self.table.incarnation, self.ticks, rows.env_id, to_columns(rows))
+        columns = {name: value[None] for name, value in to_columns(rows).items()}  # one tick
+        self.table.append("worker", self.epoch, self.table.incarnation, self.ticks, rows.env_id, columns)
         self.ticks += 1
         return True
 

@@ -237,8 +237,7 @@ def test_flags_are_stored_as_0_or_1(server):
     opened = client.open("flags", 1)
     frame = client.tick_frame(opened, 0, 3, stream="flags", num_envs=1)
     data = bytearray(frame.payload)
-    for columns in codec.append_layout(SPEC).ticks(data, 1, 3):
-        columns["is_first"].view(np.uint8)[:] *= 254
+    codec.append_layout(SPEC).ticks(data, 1, 3)["is_first"].view(np.uint8)[:] *= 254
     frame.payload = bytes(data)
     client.stream("Append", [frame])
     ring = server.served.tables.get("main")._store._content.ring

@@ -48,7 +48,7 @@ def moved(queue: OnlineQueue, limit: int, model: Model, envs: tuple[int, ...], c
     """Both, one tick of `envs` and one pop of `count` later; they must agree on what came out."""
     taken = queue.passed.copy()
     queue = OnlineQueue(model.length, limit, taken, queue.waiting)
-    queue.append(np.array(envs, np.int32), np.array([model.head[e] for e in envs]))
+    queue.append(np.array(envs, np.int32), np.array([[model.head[e] for e in envs]]))
     model = model.tick(envs)
     env, first = queue.pop(count, model.tail)
     got = list(zip(env.tolist(), first.tolist(), strict=True))
@@ -102,7 +102,7 @@ def test_environments_that_fall_behind_keep_the_order_too(length):
 def test_the_starts_of_the_reference():
     queue = OnlineQueue(65, 100, passed(8))
     for row in range(200):
-        queue.append(np.array([3, 7], np.int32), np.array([row, row]))
+        queue.append(np.array([3, 7], np.int32), np.array([[row, row]]))
         assert len(queue) == 2 * (row // 65)
     assert queue.waiting == [(e, s) for s in (1, 66, 131) for e in (3, 7)]
 
@@ -110,7 +110,7 @@ def test_the_starts_of_the_reference():
 def test_the_oldest_goes_when_too_many_wait():
     queue = OnlineQueue(2, 3, passed(1))
     for row in range(11):
-        queue.append(np.array([0], np.int32), np.array([row]))
+        queue.append(np.array([0], np.int32), np.array([[row]]))
     assert queue.waiting == [(0, 5), (0, 7), (0, 9)]
     env, first = queue.pop(2, np.array([6]))
     assert (env.tolist(), first.tolist()) == ([0, 0], [7, 9])
@@ -119,5 +119,5 @@ def test_the_oldest_goes_when_too_many_wait():
 
 def test_nothing_waits_where_the_limit_is_0():
     queue = OnlineQueue(1, 0, passed(1))
-    queue.append(np.array([0], np.int32), np.array([0]))
+    queue.append(np.array([0], np.int32), np.array([[0]]))
     assert len(queue) == 0

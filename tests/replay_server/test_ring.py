@@ -17,6 +17,17 @@ def gather(ring, env, first, rows, name="value"):
     return out, held.tolist()
 
 
+def ticks(columns):
+    """One tick's columns [N, ...] as those of several, [1, N, ...]."""
+    return {name: np.asarray(value)[None] for name, value in columns.items()}
+
+
+def append(ring, env, columns):
+    """One tick; the rows' numbers [N]."""
+    ring.reserve(env, 1)
+    return ring.append(env, ticks(columns))[0]
+
+
 def tick(env, row, **changed):
     env, row = np.asarray(env), np.asarray(row)
     return {"value": np.stack([env, row], -1), "latents/version": np.zeros(env.size, np.int32), **changed}
@@ -26,7 +37,7 @@ def filled(rows, num_envs=2, capacity=5):
     ring = Ring(SPECS, num_envs, capacity)
     env = np.arange(num_envs, dtype=np.int32)
     for row in range(rows):
-        np.testing.assert_array_equal(ring.append(env, tick(env, np.full(num_envs, row))), row)
+        np.testing.assert_array_equal(append(ring, env, tick(env, np.full(num_envs, row))), row)
     return ring
 
 
@@ -41,7 +52,7 @@ def test_a_ring_holds_its_newest_rows(rows):
 
 def test_environments_advance_on_their_own():
     ring = filled(3)
-    ring.append(np.array([1]), tick([1], [3]))
+    append(ring, np.array([1]), tick([1], [3]))
     np.testing.assert_array_equal(ring.head, [3, 4])
     got, held = gather(ring, [1, 0], [2, 1], 2)
     assert held == [True, True]
@@ -71,7 +82,7 @@ def test_gather_looks_at_the_tail_after_its_copy():
 
         def items(self):
             yield from super().items()
-            ring.append(np.array([0]), tick([0], [8]))
+            append(ring, np.array([0]), tick([0], [8]))
 
     out = Appending(value=np.empty((2, 5, 2), np.int64))
     assert ring.gather(np.array([0, 1]), np.array([3, 3]), out).tolist() == [False, True]
@@ -98,7 +109,7 @@ def test_a_full_ring_gives_up_the_oldest_row_before_it_overwrites_it():
                 yield item
 
     env = np.arange(2)
-    ring.append(env, Probe(tick(env, np.array([5, 5]))))
+    ring.append(env, Probe(ticks(tick(env, np.array([5, 5])))))
     assert seen == [(1, 5), (1, 5)]
     assert (ring.tail[0], ring.head[0]) == (1, 6)
 
@@ -127,7 +138,7 @@ def test_a_bad_tick_is_named(env, columns, message):
 def test_bfloat16_columns_keep_their_bits():
     ring = Ring({"x": ArraySpec((3,), "bfloat16")}, 1, 2)
     value = np.array([[1.5, -0.0, np.inf]], ml_dtypes.bfloat16)
-    ring.append(np.array([0]), {"x": value})
+    append(ring, np.array([0]), {"x": value})
     assert ring.held("x", 0).tobytes() == value.tobytes()
 
 
@@ -135,7 +146,7 @@ def test_a_table_of_more_rows_than_int32_counts():
     # three environments of 2^30 rows; pages that nobody writes cost no memory
     ring = Ring({"x": ArraySpec((), "bool")}, 3, 2**30)
     env = np.array([1, 2], np.int32)  # 2 * 2^30, wrapped to a negative place, would be that of environment 1
-    ring.append(env, {"x": np.array([False, True])})
+    append(ring, env, {"x": np.array([False, True])})
     assert gather(ring, env, [0, 0], 1, "x")[0].tolist() == [[False], [True]]
 
 
@@ -148,7 +159,7 @@ def test_write_matches_a_dictionary(data):
     model: dict[tuple[int, int], int] = {}
     version = 0
     for row in range(data.draw(st.integers(1, 60))):
-        ring.append(env, tick(env, [row, row]))
+        append(ring, env, tick(env, [row, row]))
         model |= {(e, row): 0 for e in range(2)}
         model = {(e, r): v for (e, r), v in model.items() if r > row - capacity}
         updates = data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(max(0, row - 25), row)), max_size=6))
@@ -217,5 +228,5 @@ def test_only_what_was_written_is_touched():
     assert not any(n.size for n in ring.touched().values())
     ring.write(np.array([1]), np.array([400]), {"latents/version": np.ones(1, np.int32)})
     assert {g: n.tolist() for g, n in ring.touched().items()} == {"rows": [], "latents": [1]}
-    ring.append(np.array([0]), tick([0], [700]))
+    append(ring, np.array([0]), tick([0], [700]))
     assert {g: n.tolist() for g, n in ring.touched().items()} == {"rows": [2], "latents": [1, 2]}

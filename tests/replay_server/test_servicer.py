@@ -193,9 +193,10 @@ def test_shared_memory(client):
     def append():
         yield replay_pb2.Frame(header=replay_pb2.Header(shared=offer))
         frame = client.tick_frame(opened, 0, 10)
-        for i, columns in enumerate(append_layout.ticks(slots.slot(1), 2, 10, codec.SLOT)):
+        columns = append_layout.ticks(slots.slot(1), 2, 10, codec.SLOT)
+        for i in range(10):
             for name, values in rows([0, 1], i).items():
-                columns[name][:] = values
+                columns[name][i] = values
         frame.payload = b""
         frame.header.slot = 1
         yield frame
@@ -305,7 +306,7 @@ def test_a_full_disk_stores_nothing_and_may_have_space_again(served, client, mon
     opened = client.open()
     client.append(opened, 0, 10)
 
-    def full(self, env_id):
+    def full(self, env_id, ticks):
         raise OSError(errno.ENOSPC, "no space for 4096 more bytes of rows", "/somewhere/reward.bin")
 
     with monkeypatch.context() as patch:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from replay_server import durable, streams, table
+from replay_server.storage import Files
 from replay_server.table import Tables
 from telamon.data import ArraySpec, RowSpec, WindowSpec, WriteBack, to_columns
 from telamon.replay import StreamSuperseded, TableSpec, TickGap
@@ -56,7 +57,7 @@ def tick(t: table.Table, opened: streams.Opened, number: int, envs: int = 2, str
     """One tick of a stream whose environments have had one row per tick so far; episodes of five rows."""
     env = np.arange(opened.first_env_id, opened.first_env_id + envs, dtype=np.int32)
     row = np.full(envs, number)
-    columns = to_columns(rows_of(env, row, row % 5 == 0, row % 5 == 4))
+    columns = {k: v[None] for k, v in to_columns(rows_of(env, row, row % 5 == 0, row % 5 == 4)).items()}
     return t.append(stream, opened.epoch, t.incarnation, number, env, columns)
 
 
@@ -595,3 +596,81 @@ def test_write_back_of_rows_that_never_were_is_refused(service):
             t.incarnation,
             WriteBack(np.array([0], np.int32), np.array([30]), latents_of(*np.zeros((3, 1), int)).latents),
         )
+
+
+# several ticks at once
+
+
+def ticks(t: table.Table, opened: streams.Opened, first: int, count: int, **changed) -> int:
+    """`count` ticks in one append, as `tick` makes them; changed: column -> (tick, environment, value)."""
+    env = np.arange(opened.first_env_id, opened.first_env_id + 2, dtype=np.int32)
+    made = []
+    for number in range(first, first + count):
+        row = np.full(2, number)
+        made.append(to_columns(rows_of(env, row, row % 5 == 0, row % 5 == 4)))
+    columns = {name: np.stack([one[name] for one in made]) for name in made[0]}
+    for name, (k, e, value) in changed.items():
+        columns[name][k, e] = value
+    return t.append("w", opened.epoch, t.incarnation, first, env, columns)
+
+
+@pytest.mark.parametrize("window", [WINDOW, WindowSpec(4), replace(WINDOW, online=True)], ids=["all", "ends", "online"])
+@pytest.mark.parametrize("sizes", [[1] * 70, [3, 7, 50, 10], [70], [9, 1, 60]], ids=str)
+def test_ticks_that_come_together_are_ticks_that_come_alone(service, window, sizes):
+    spec = replace(SPEC, window=window, capacity=48)
+    alone, together = (service.tables.configure(name, spec, seed=0) for name in ("alone", "together"))
+    a, b = alone.open_stream("w", 2), together.open_stream("w", 2)
+    done = 0
+    for size in sizes:
+        for number in range(done, done + size):
+            tick(alone, a, number)
+        assert ticks(together, b, done, size) == done + size - 1
+        done += size
+        assert together.stats() == alone.stats()
+        assert held(together, 1) == held(alone, 1)
+        if alone.stats().items:
+            for mine, others in zip(alone.choose(64), together.choose(64), strict=True):
+                np.testing.assert_array_equal(mine, others)
+
+
+def test_of_ticks_that_come_together_those_that_are_held_are_passed_over(service):
+    t = service.table()
+    opened = t.open_stream("w", 2)
+    assert ticks(t, opened, 0, 6) == 5
+    assert ticks(t, opened, 2, 3) == 5
+    assert ticks(t, opened, 2, 9) == 10
+    expect(t, 11)
+    with pytest.raises(TickGap):
+        ticks(t, opened, 12, 3)
+
+
+def test_ticks_before_one_that_is_refused_stay(service):
+    t = service.table(replace(SPEC, capacity=400))
+    opened = t.open_stream("w", 2)
+    with pytest.raises(ValueError, match="environment 1 gave a row without is_first where an episode must begin"):
+        ticks(t, opened, 0, 30, is_first=(15, 1, False))
+    assert [held(t, env) for env in range(2)] == [[[env, row] for row in range(15)] for env in range(2)]
+    assert ticks(t, opened, 15, 5) == 19
+    with pytest.raises(ValueError, match=r"columns have \[2, 3\] ticks"):
+        t.append(
+            "w", opened.epoch, t.incarnation, 20, np.array([0], np.int32),
+            {"reward": np.zeros((2, 1), np.float32), "is_first": np.zeros((3, 1), bool)},
+        )  # fmt: skip
+
+
+def test_where_the_disk_is_full_as_many_ticks_are_taken_as_have_room(service, monkeypatch):
+    t = service.table(replace(SPEC, capacity=20_000))
+    opened = t.open_stream("w", 2)
+    real = Files.reserve
+
+    def full(files, name, begin, end):
+        if end // ROW.columns[name].nbytes % 20_000 > 1024:  # slots of an environment
+            raise OSError(errno.ENOSPC, "no space for rows")
+        real(files, name, begin, end)
+
+    monkeypatch.setattr(Files, "reserve", full)
+    with pytest.raises(OSError, match="no space for"):
+        ticks(t, opened, 0, 2000)
+    assert t.stats().rows == 2 * 1024
+    monkeypatch.undo()
+    assert ticks(t, opened, 1024, 976) == 1999

@@ -20,7 +20,7 @@ class Followed:
         env = np.array(list(flags), np.int32)
         row = np.array([len(self.table.flags[e]) - 1 for e in flags])
         tail = np.array([self.table.tail(e) for e in flags])
-        self.episodes.append(env, row, tail, *np.array(list(flags.values())).T)
+        self.episodes.append(env, row[None], tail, *np.array(list(flags.values())).T[:, None])
 
     def rebuilt(self):
         episodes = windows.Episodes(self.num_envs, self.table.capacity, windows.min_rows(self.table.window))
@@ -76,7 +76,7 @@ def test_the_last_start_of_an_episode(last_start, starts):
     spec = WindowSpec(3, last_start=last_start)
     episodes = windows.Episodes(1, 10, windows.min_rows(spec))
     for row in range(5):
-        episodes.append(np.array([0]), np.array([row]), np.array([0]), np.array([row == 0]), np.array([row == 4]))
+        episodes.append(np.array([0]), np.array([[row]]), np.array([0]), np.array([[row == 0]]), np.array([[row == 4]]))
     _, first = windows.draw(spec, episodes, np.array([0]), np.array([5]), 200, np.random.default_rng(0))
     assert set(first.tolist()) == starts
 

@@ -783,7 +783,8 @@ class Generated(replay_pb2_grpc.ReplayServicer):
             header = frame.header
             assert (header.table, header.append.stream, header.append.epoch, header.incarnation) == ("t", "w", 1, 5)
             assert list(header.append.env_id) == [4, 5]
-            self.ticks += self.layout.ticks(frame.payload, header.count, header.append.ticks)
+            ticks = self.layout.ticks(frame.payload, header.count, header.append.ticks)
+            self.ticks += [{name: array[k] for name, array in ticks.items()} for k in range(header.append.ticks)]
             yield replay_pb2.AppendAck(tick=len(self.ticks) - 1)
 
     def Sample(self, requests, context):

@@ -301,8 +301,9 @@ def test_a_layout_by_hand() -> None:
 def test_ticks_follow_one_another_each_as_if_alone(align: int) -> None:
     size = HAND.nbytes(3, align)
     memory = np.zeros(4 * size, np.uint8)
-    views = list(HAND.ticks(memory, 3, 4, align))
+    ticks = HAND.ticks(memory, 3, 4, align)
     alone = offsets(HAND.views(memory[:size], 3, align), memory)
+    views = [{name: array[t] for name, array in ticks.items()} for t in range(4)]
     assert [offsets(tick, memory) for tick in views] == [{k: v + t * size for k, v in alone.items()} for t in range(4)]
     assert all(view.flags.aligned for tick in views for view in tick.values())
 
