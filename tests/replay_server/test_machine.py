@@ -63,7 +63,7 @@ def meanwhile(line: int, act: Callable[[], T]) -> Iterator[list[Future[T]]]:
         def begin(number: int) -> None:
             if number == line:
                 begun.append(pool.submit(act))
-                wait(begun, timeout=0.01)  # no longer: it may need what this thread has locked
+                wait(begun, timeout=0.005)  # no longer: it may need what this thread has locked
 
         with before_lines(begin):
             yield begun
@@ -256,6 +256,18 @@ def agree(table: Table, model: Model) -> None:
     contents(table, model)
 
 
+def newest(model: Model, age: int) -> list[tuple[int, int]]:
+    return [(e, len(flags) - age) for e, flags in enumerate(model.flags)]
+
+
+def oldest(model: Model) -> list[tuple[int, int]]:
+    return [(e, model.tail(e)) for e in range(len(model.flags))]
+
+
+def update_of(rows: list[tuple[int, int]], version: int) -> WriteBack:
+    return latents_of(*np.array(rows).T, np.full(len(rows), version))
+
+
 class Beside:
     """A table beside its model, which follows whatever is done through this."""
 
@@ -398,6 +410,9 @@ class Beside:
         self.perform(lambda: self.table.restore(name), change, kill_before)
         self.salt += 1
         assert self.table.incarnation not in self.past
+        if rows := [(e, r) for e, flags in enumerate(self.model.flags) for r in range(self.model.tail(e), len(flags))]:
+            assert self.table.write_back(self.past[-1], update_of(rows, 99)) == 0
+            self.model.stale += len(rows)
         for stream in self.model.streams.values():
             stream.epoch = 0  # epochs belong to an incarnation
         for stream, known in list(self.model.streams.items()):
@@ -668,18 +683,6 @@ def fill(beside: Beside, window: WindowSpec, capacity: int = 8) -> None:
     write(beside, newest(beside.model, 4), 7)
 
 
-def newest(model: Model, age: int) -> list[tuple[int, int]]:
-    return [(e, len(flags) - age) for e, flags in enumerate(model.flags)]
-
-
-def oldest(model: Model) -> list[tuple[int, int]]:
-    return [(e, model.tail(e)) for e in range(len(model.flags))]
-
-
-def update_of(rows: list[tuple[int, int]], version: int) -> WriteBack:
-    return latents_of(*np.array(rows).T, np.full(len(rows), version))
-
-
 def write(beside: Beside, rows: list[tuple[int, int]], version: int) -> None:
     beside.table.write_back(beside.table.incarnation, update_of(rows, version))
     beside.model.write(update_of(rows, version))
@@ -732,6 +735,23 @@ def test_a_kill_in_a_mark_leaves_the_old_one_or_the_new_one(everywhere):
     everywhere.reopen()
     assert left == sorted(left)
     assert set(left) == {0, 1}
+
+
+def test_a_mark_after_a_kill_in_a_mark_is_whole(everywhere):
+    """It writes only chunks that changed, so it must know what the files of which mark hold."""
+    fill(everywhere, CONTEXT)
+    everywhere.step = 3
+    model = everywhere.model
+    for line in everywhere.kept_of(lambda: everywhere.table.mark("now")):
+        everywhere.disk.killed(line)
+        everywhere.reopen()
+        everywhere.table.mark("again")
+        everywhere.table.restore("again")
+        after = copy.deepcopy(model)
+        after.reopen()
+        agree(everywhere.table, after)
+        everywhere.tables.close()
+    everywhere.reopen()
 
 
 def test_a_kill_in_a_write_back_leaves_old_latents_or_new_ones(everywhere):
@@ -849,6 +869,39 @@ def test_latents_never_reach_the_row_that_took_the_place_of_theirs(beside, first
 
     every_line(work)
     assert orders == {0, 1}
+
+
+@pytest.mark.parametrize("first", ["gather", "write back"])
+def test_a_write_back_is_never_seen_half(beside, first):
+    fill(beside, CONTEXT)
+    versions = itertools.count(10)
+
+    def work(line: int) -> bool:
+        rows = [row for age in (6, 5, 4) for row in newest(beside.model, age)]
+        back = lambda: write(beside, rows, next(versions) % 256)
+        gather = lambda: served(beside.table, *np.array([row for row in rows if row in newest(beside.model, 6)]).T)
+        one, two = (gather, back) if first == "gather" else (back, gather)
+        before = copy.deepcopy(beside.model)
+        with meanwhile(line, two) as begun:
+            results = [one()]
+        results += [future.result() for future in begun] or [two()]
+        (window,) = (result for result in results if result is not None)
+        for e, r, latents in zip(window.env_id, window.first_row, range(window.env_id.size), strict=True):
+            seen = {
+                "version": window.latents["version"][latents].tolist(),
+                "wide": window.latents["wide"][latents, :, 1, 2].astype(np.int64).tolist(),
+            }
+            states = [
+                {
+                    "version": [model.versions.get((e, r + i), 0) for i in range(3)],
+                    "wide": [model.versions.get((e, r + i), (r + i) % 256) for i in range(3)],
+                }
+                for model in (before, beside.model)
+            ]
+            assert seen in states
+        return bool(begun)
+
+    every_line(work)
 
 
 def test_two_writers_at_once(beside):
