@@ -16,8 +16,8 @@ request with as many messages of the same size. `cpu_s_per_gb` has CPU seconds p
 of one call: append of a tick (acknowledged later, and at the end of each turn), append that waits for its
 acknowledgement, sample of a batch, write-back of its rows.
 
-python bench/replay.py [--rows dreamerv3 ...] [--paths shared ...] [--clients 1 4] [--seconds 0.15]   (all: four minutes)
-python bench/replay.py --ring 5000000   a table of so many small rows: made, filled, killed, opened again (half a minute)
+python bench/replay.py [--rows dreamerv3 ...] [--paths shared ...] [--clients 1 4] [--seconds 0.15]  (all: four minutes)
+python bench/replay.py --ring 5000000   a table of so many small rows, made, filled, killed, opened again: half a minute
 """
 
 from __future__ import annotations
