@@ -14,7 +14,8 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from replay_server import durable
-from replay_server.ring import Ring
+from replay_server.ring import Chunk, Ring
 
 _CHUNK_NAME = re.compile(r"chunk-[a-z]+-\d+-(\d+)\.npy")
 
@@ -42,14 +43,17 @@ def save(
     directory: Path,
     name: str,
     ring: Ring,
-    chunks: Mapping[tuple[str, int], ChunkFile],
+    chunks: Mapping[Chunk, ChunkFile],
     spec: Mapping[str, Any],
-    state: Mapping[str, Any],
-) -> dict[tuple[str, int], ChunkFile]:
+    state: Callable[[], Mapping[str, Any]],
+    lock: Callable[[], AbstractContextManager[object]],
+) -> dict[Chunk, ChunkFile]:
     """Makes the ring and `state` restorable as mark `name`, in place of an earlier mark of that name.
 
     chunks: what the last `save` or `load` of this ring returned; empty for a new ring.
     spec, state: JSON values; `spec` must be equal when the mark is loaded.
+    lock: gives what whoever changes ring or state holds. Chunks are copied under it one by one while others go on, and
+    only those that were touched meanwhile, and the state, under one hold of it.
     Returns the files of all chunks. Raises ValueError for an impossible name, and OSError naming path and bytes when
     the disk does not take a file; the marks that were there are then still there.
     """
@@ -57,26 +61,38 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     present = _sweep(directory)
     serial = 1 + max((int(found[1]) for file in present if (found := _CHUNK_NAME.fullmatch(file))), default=0)
-    due = {(group, int(number)) for group, numbers in ring.touched().items() for number in numbers}
-    due |= {key for key, chunk in chunks.items() if chunk.file not in present}
-    saved = dict(chunks)
-    try:
+    missing = {key for key, chunk in chunks.items() if chunk.file not in present}
+    saved, taken = dict(chunks), set[Chunk]()
+
+    def write(due: set[Chunk]) -> None:
         for group, number in sorted(due):
+            with lock():
+                copied = ring.take_chunk((group, number))
+            taken.add((group, number))
             buffer = io.BytesIO()
-            np.save(buffer, ring.read_chunk(group, number), allow_pickle=False)
+            np.save(buffer, copied, allow_pickle=False)
             data = buffer.getvalue()
             file = f"chunk-{group}-{number:06d}-{serial:06d}.npy"
             durable.write_through(directory / file, data)
             saved[group, number] = ChunkFile(group, number, file, len(data), zlib.crc32(data))
-        body = {
-            "spec": spec,
-            "state": state,
-            "head": ring.head.tolist(),
-            "tail": ring.tail.tolist(),
-            "chunks": [asdict(saved[key]) for key in sorted(saved)],
-        }
-        durable.sync_directory(directory)
-        durable.write_json(manifest, body)
+
+    try:
+        write(ring.touched() | missing)
+        write(ring.touched())  # the first pass may have taken long, this one takes as long as what came meanwhile
+        with lock():
+            write(ring.touched())
+            body = {
+                "spec": spec,
+                "state": state(),
+                "head": ring.head.tolist(),
+                "tail": ring.tail.tolist(),
+                "chunks": [asdict(saved[key]) for key in sorted(saved)],
+            }
+            durable.sync_directory(directory)
+            durable.write_json(manifest, body)
+    except BaseException:
+        ring.touch(taken)
+        raise
     finally:
         _sweep(directory)
     return saved
@@ -84,7 +100,7 @@ def save(
 
 def load(
     directory: Path, name: str, ring: Ring, spec: Mapping[str, Any]
-) -> tuple[dict[tuple[str, int], ChunkFile], dict[str, Any]]:
+) -> tuple[dict[Chunk, ChunkFile], dict[str, Any]]:
     """Reads mark `name` into a new `ring`. Returns the chunks' files and the `state` that was saved.
 
     Raises FileNotFoundError naming the mark or chunk file that is missing, and ValueError naming the file that is
@@ -107,7 +123,7 @@ def load(
                 f"{path}, which mark {name!r} needs, is damaged: {len(data)} bytes with CRC32 {zlib.crc32(data):08x}, "
                 f"written were {chunk.nbytes} with {chunk.crc32:08x}"
             )
-        ring.load_chunk(chunk.group, chunk.number, np.load(io.BytesIO(data), allow_pickle=False))
+        ring.load_chunk((chunk.group, chunk.number), np.load(io.BytesIO(data), allow_pickle=False))
     ring.head[:] = body["head"]
     ring.tail[:] = body["tail"]
     return {(chunk.group, chunk.number): chunk for chunk in chunks}, body["state"]
@@ -128,7 +144,7 @@ def fingerprint(directory: Path, name: str) -> int:
     return _read(directory, name)[1]
 
 
-def chunk_files(directory: Path, name: str) -> dict[tuple[str, int], ChunkFile]:
+def chunk_files(directory: Path, name: str) -> dict[Chunk, ChunkFile]:
     """Where the chunks of mark `name` lie. Raises as `load` does for a manifest."""
     chunks = [ChunkFile(**entry) for entry in _read(directory, name)[0]["chunks"]]
     return {(chunk.group, chunk.number): chunk for chunk in chunks}

@@ -12,7 +12,7 @@ Axes: E environments, K ticks, N rows of one tick or call, B windows, T rows of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from replay_server.storage import LATENTS, Memory, Storage
 from telamon.data import ArraySpec, as_dtype
 
 CHUNK_ROWS = 1024
-"""Rows, over all environments, that are persisted together (`touched`, `read_chunk`, `load_chunk`)."""
+"""Rows, over all environments, that are persisted together (`touched`, `take_chunk`, `load_chunk`)."""
 
 CHUNK_SLOTS = 16
 """Rows of one environment in such a chunk, at least: a table may have room for many more environments than it has."""
@@ -30,6 +30,9 @@ RESERVED_SLOTS = 1024
 
 Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Column name -> (shape, dtype) of one row of it."""
+
+Chunk = tuple[str, int]
+"""What is persisted together: a group, "rows" or "latents", and the number of a range of slots."""
 
 
 def check_columns(columns: Mapping[str, np.ndarray], layout: Layout, count: int) -> None:
@@ -202,31 +205,33 @@ class Ring:
 
     # What persist.py needs: the same memory as numbered chunks.
 
-    def touched(self) -> dict[str, np.ndarray]:
-        """Group -> numbers of its chunks written to since `settle`. Groups: "rows", and "latents" if there are any."""
-        return {group: np.flatnonzero(touched) for group, touched in self._touched.items()}
+    def touched(self) -> set[Chunk]:
+        """Chunks written to since they were last taken."""
+        return {(group, n) for group, touched in self._touched.items() for n in np.flatnonzero(touched).tolist()}
 
-    def touch(self) -> None:
-        """Declares every chunk that has rows touched."""
+    def chunks(self) -> set[Chunk]:
+        """Chunks that have rows."""
         used = -(-min(int(self.head.max(initial=0)), self.capacity) // self._chunk_slots)
-        for touched in self._touched.values():
-            touched[:used] = True
+        return {(group, n) for group in self._touched for n in range(used)}
 
-    def settle(self) -> None:
-        """Declares every chunk untouched."""
-        for touched in self._touched.values():
-            touched[:] = False
+    def touch(self, chunks: Iterable[Chunk]) -> None:
+        """Takes back that they were taken."""
+        for group, number in chunks:
+            self._touched[group][number] = True
 
-    def read_chunk(self, group: str, number: int) -> np.ndarray:
-        """A copy of one chunk: the bytes of its columns, one column after the other, uint8 [n].
+    def take_chunk(self, chunk: Chunk) -> np.ndarray:
+        """A copy of one chunk, which counts as untouched from now on: one column after the other, uint8 [n].
 
         Of the environments up to the last one that has rows.
         """
+        group, number = chunk
+        self._touched[group][number] = False
         used = int(np.flatnonzero(self.head).max(initial=-1)) + 1
         return np.concatenate([part[:used].reshape(-1) for part in self._parts(group, number)])
 
-    def load_chunk(self, group: str, number: int, data: np.ndarray) -> None:
-        """The inverse of `read_chunk`. Raises OSError as `reserve`."""
+    def load_chunk(self, chunk: Chunk, data: np.ndarray) -> None:
+        """The inverse of `take_chunk`. Raises OSError as `reserve`."""
+        group, number = chunk
         parts = self._parts(group, number)
         used = data.size // sum(part[0].nbytes for part in parts)
         ends = np.cumsum([part[:used].nbytes for part in parts])

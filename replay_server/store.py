@@ -6,7 +6,8 @@ Implements `telamon.replay.Replay`. One thread appends; any number sample and wr
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from replay_server import persist, windows
 from replay_server.online import OnlineQueue, passed_rows, waiting_windows
-from replay_server.ring import CHUNK_ROWS, Ring
+from replay_server.ring import CHUNK_ROWS, Chunk, Ring
 from replay_server.storage import LATENTS, Memory, Storage
 from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, as_dtype, from_columns, to_columns
 from telamon.replay import Purpose, ReplayStats
@@ -23,7 +24,7 @@ from telamon.replay import Purpose, ReplayStats
 COUNTERS = ("sampled_windows", "written_back", "stale")
 """Fields of ReplayStats that are counted here."""
 
-Chunks = dict[tuple[str, int], persist.ChunkFile]
+Chunks = dict[Chunk, persist.ChunkFile]
 
 
 def table_bytes(row_spec: RowSpec, num_envs: int, capacity: int) -> int:
@@ -205,25 +206,36 @@ class Store:
 
     # marks
 
-    def mark(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
+    def mark(
+        self,
+        name: str,
+        extra: Callable[[], Mapping[str, Any]] = dict,
+        outer: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
+    ) -> None:
         """Makes the present state restorable under `name`, in place of an earlier mark of that name.
 
-        extra: JSON values of the caller's own, kept with it.
+        extra: gives JSON values of the caller's own, kept with it. outer: the caller's lock; it is held as `lock` of
+        persist.save is, so others go on while most is written. One mark, restore or forget at a time.
         Writes only what was appended or written back since the last mark or restore. Raises OSError naming path and
         bytes when the disk does not take it; earlier marks are then untouched.
         """
-        with self._lock:
-            content = self._content
-            state = {
+        content = self._content
+
+        @contextmanager
+        def lock() -> Iterator[None]:
+            with outer, self._lock:
+                yield
+
+        def state() -> dict[str, Any]:
+            return {
                 "counters": dict(zip(COUNTERS, content.counters.tolist(), strict=True)),
                 "generators": {purpose: rng.bit_generator.state for purpose, rng in self._rngs.items()},
                 "online": content.online.waiting,
-                "extra": dict(extra or {}),
+                "extra": dict(extra()),
             }
-            content.chunks = persist.save(
-                self._folder(), name, content.ring, content.chunks, self._spec(content.ring.capacity), state
-            )
-            content.ring.settle()
+
+        spec = self._spec(content.ring.capacity)
+        content.chunks = persist.save(self._folder(), name, content.ring, content.chunks, spec, state, lock)
 
     def continue_from(self, name: str | None, fingerprint: int) -> None:
         """Lets the next mark write only what was touched since mark `name`, if that mark is still the one meant.
@@ -236,7 +248,7 @@ class Store:
             if name is not None and marked and persist.fingerprint(self._folder(), name) == fingerprint:
                 content.chunks = persist.chunk_files(self._folder(), name)
             else:
-                content.ring.touch()
+                content.ring.touch(content.ring.chunks())
 
     def restore(self, name: str) -> None:
         """Returns to a mark; the present state stays as it is when the mark is refused.
@@ -276,8 +288,7 @@ class Store:
 
     def forget(self, name: str) -> None:
         """Drops a mark and the files that no other mark needs. Raises FileNotFoundError for an unknown mark."""
-        with self._lock:
-            persist.forget(self._folder(), name)
+        persist.forget(self._folder(), name)
 
     def _folder(self) -> Path:
         if self._directory is None:

@@ -94,7 +94,9 @@ class Table:
         self._block = max(1, spec.capacity // 8)
         self._base: tuple[str, int] | None = None
         self._use(incarnation, files, streams)
-        # One tick, mark or restore at a time; a store's own lock only guards what must be seen together.
+        # One tick or restore at a time; a store's own lock only guards what must be seen together. Taken in the order
+        # marking, lock, that of the store.
+        self._marking = threading.Lock()
         self._lock = threading.RLock()
         self._granted = threading.Condition()
 
@@ -240,19 +242,16 @@ class Table:
         self._base = base
 
     def mark(self, name: str) -> None:
-        """See Store.mark; the streams are part of it. Nothing is appended meanwhile."""
-        with self._lock:
+        """See Store.mark; the streams are part of it. Appends wait only while the last of it is written."""
+        with self._marking:
             # Until the new mark is known as the base, a process that finds this table writes its next mark whole.
-            self._save(self.incarnation, self._streams.by_name, None)
-            self._base = None
-            self._store.mark(name, {"next_ticks": self._streams.next_ticks()})
-            base = (name, persist.fingerprint(self.directory / "marks", name))
-            self._save(self.incarnation, self._streams.by_name, base)
-            self._base = base
+            self._set_base(None)
+            self._store.mark(name, lambda: {"next_ticks": self._streams.next_ticks()}, self._lock)
+            self._set_base((name, persist.fingerprint(self.directory / "marks", name)))
 
     def restore(self, name: str) -> None:
         """Returns to a mark, as a new incarnation. Raises as Store.restore; the table then stays as it is."""
-        with self._lock:
+        with self._marking, self._lock:
             incarnation = self._draw_id()
             files = make_files(self.directory, self._latents_root, self.spec, incarnation)
             try:
@@ -273,12 +272,12 @@ class Table:
 
     def forget(self, name: str) -> None:
         """See Store.forget."""
-        with self._lock:
+        with self._marking:
             self._store.forget(name)
 
     def close(self) -> None:
         """Brings everything to the disk and gives the memory under /dev/shm back. The table is not to be used after."""
-        with self._lock:
+        with self._marking, self._lock:
             self._files.flush()
             try:
                 for name in latents_of(self.spec):
@@ -304,6 +303,11 @@ class Table:
         remove_files(old)
         with self._granted:
             self._granted.notify_all()
+
+    def _set_base(self, base: tuple[str, int] | None) -> None:
+        with self._lock:
+            self._save(self.incarnation, self._streams.by_name, base)
+            self._base = base
 
     def _save(self, incarnation: int, streams: Mapping[str, Stream], base: tuple[str, int] | None) -> None:
         save_table(self.directory, self.spec, self._seed, incarnation, streams, base)
@@ -422,7 +426,7 @@ class Tables:
         self._draw_id: DrawId = lambda: int(rng.integers(1, 2**63))
         self._lock = threading.Lock()
         self._lock_file = lock_directory(self._directory)
-        sweep_latents(latents_root)
+        sweep_latents(latents_root, self._directory)
         try:
             self._tables = {
                 path.parent.name: open_table(path.parent, latents_root, self._draw_id)
@@ -550,12 +554,15 @@ def sweep_rows(directory: Path, keep: Path) -> None:
             shutil.rmtree(path)
 
 
-def sweep_latents(latents_root: Path) -> None:
-    """Removes latents of tables that are gone or go on as another incarnation; never those of a running service."""
+def sweep_latents(latents_root: Path, ours: Path) -> None:
+    """Removes latents of tables that are gone or go on as another incarnation; never those of a running service.
+
+    ours: the folder that this process has locked, and in which it has not begun anything.
+    """
     for path in latents_root.glob(f"{LATENTS_PREFIX}*"):
         try:
             table = owner_of(path)
-            if table is None or is_locked(table.parent / "lock"):
+            if table is None or (table.parent != ours and is_locked(table.parent / "lock")):
                 continue
             incarnation = path.name.removeprefix(LATENTS_PREFIX)
             if present_incarnation(table) != incarnation:

@@ -211,22 +211,26 @@ def test_write_wants_one_row_number_per_environment():
 
 def test_chunks_together_are_the_memory():
     ring, copy = filled(700, num_envs=3, capacity=1000), Ring(SPECS, 3, 1000)
-    touched = ring.touched()
-    assert {g: n.tolist() for g, n in touched.items()} == {"rows": [0, 1, 2], "latents": [0, 1, 2]}  # 341 slots each
-    for group, numbers in touched.items():
-        for number in numbers:
-            copy.load_chunk(group, number, ring.read_chunk(group, number))
+    touched = {(group, number) for group in ("rows", "latents") for number in (0, 1, 2)}  # 341 slots each
+    assert ring.touched() == ring.chunks() == touched
+    for chunk in touched:
+        copy.load_chunk(chunk, ring.take_chunk(chunk))
+    assert ring.touched() == set()
     copy.head[:], copy.tail[:] = ring.head, ring.tail
     for name in SPECS:
         np.testing.assert_array_equal(copy.held(name, 2), ring.held(name, 2))
-    assert not any(n.size for n in copy.touched().values())
+    assert copy.touched() == set()
 
 
 def test_only_what_was_written_is_touched():
     ring = filled(700, num_envs=3, capacity=1000)
-    ring.settle()
-    assert not any(n.size for n in ring.touched().values())
+    taken = ring.touched()
+    for chunk in taken:
+        ring.take_chunk(chunk)
+    assert ring.touched() == set()
     ring.write(np.array([1]), np.array([400]), {"latents/version": np.ones(1, np.int32)})
-    assert {g: n.tolist() for g, n in ring.touched().items()} == {"rows": [], "latents": [1]}
+    assert ring.touched() == {("latents", 1)}
     append(ring, np.array([0]), tick([0], [700]))
-    assert {g: n.tolist() for g, n in ring.touched().items()} == {"rows": [2], "latents": [1, 2]}
+    assert ring.touched() == {("latents", 1), ("rows", 2), ("latents", 2)}
+    ring.touch(taken)
+    assert ring.touched() == taken

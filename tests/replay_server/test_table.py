@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -674,3 +675,75 @@ def test_where_the_disk_is_full_as_many_ticks_are_taken_as_have_room(service, mo
     assert t.stats().rows == 2 * 1024
     monkeypatch.undo()
     assert ticks(t, opened, 1024, 976) == 1999
+
+
+# marks while others go on
+
+
+def test_ticks_go_on_while_a_mark_is_written(service, monkeypatch):
+    """Before every file of a mark there is another tick, and so there is one in every pass but the last."""
+    t = service.table(replace(SPEC, capacity=400))
+    opened = t.open_stream("w", 2)
+    for number in range(300):
+        tick(t, opened, number)
+    real, ticked = durable.write_through, [300]
+
+    def write_through(path, data):
+        if path.name.startswith("chunk") and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=tick, args=(t, opened, ticked[0]))
+            thread.start()
+            thread.join(0.2)
+            if thread.is_alive():  # the last pass holds it up
+                waiting.append(thread)
+            else:
+                ticked[0] += 1
+        real(path, data)
+
+    waiting: list[threading.Thread] = []
+    monkeypatch.setattr(durable, "write_through", write_through)
+    t.mark("m")
+    monkeypatch.undo()
+    for thread in waiting[:1]:
+        thread.join()
+    assert ticked[0] > 303
+    assert waiting
+    count = ticked[0]
+    t.restore("m")
+    assert held(t, 1) == [[1, row] for row in range(count)]
+    assert t.open_stream("w", 2).next_tick == count
+    assert latents(t, 0) == [0] * count
+
+
+def test_a_mark_that_failed_leaves_nothing_out_of_the_next(service, monkeypatch):
+    t = service.table(replace(SPEC, capacity=400))
+    opened = t.open_stream("w", 2)
+    for number in range(300):
+        tick(t, opened, number)
+    real, calls = durable.write_through, iter(range(100))
+
+    def write_through(path, data):
+        if path.name.startswith("chunk") and next(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, data)
+
+    monkeypatch.setattr(durable, "write_through", write_through)
+    with pytest.raises(OSError, match="No space left"):
+        t.mark("m")
+    monkeypatch.undo()
+    assert t.marks() == []
+    assert list(service.directory.glob("t/marks/*")) == []
+    t.mark("n")
+    t.restore("n")
+    assert held(t, 1) == [[1, row] for row in range(300)]
+
+
+def test_latents_that_an_interrupted_restore_left_are_removed(service, monkeypatch):
+    t, _ = filled(service)
+    monkeypatch.setattr(table, "remove_files", lambda files: None)
+    t.restore("m")
+    assert len(list(service.shm.iterdir())) == 2
+    monkeypatch.undo()
+    service.kill()
+    service.start()
+    expect(service.tables.get("t"), 25)
+    assert len(list(service.shm.iterdir())) == len(list(service.directory.glob("t/rows-*"))) == 1
