@@ -419,12 +419,12 @@ def assert_served(window, rows, spec, num_latents):
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         assert got.tobytes() == want.tobytes()
 
-    assert window.obs.keys() == dict(spec.obs).keys()
+    assert list(window.obs) == [key for key, _ in spec.obs]
     for key, _ in spec.obs:
         equal(window.obs[key], lambda tick, key=key: tick.obs[key])
     equal(window.reward, lambda tick: tick.reward)
     if isinstance(spec.action, tuple):
-        assert window.action.keys() == dict(spec.action).keys()
+        assert list(window.action) == [key for key, _ in spec.action]
         for key, _ in spec.action:
             equal(window.action[key], lambda tick, key=key: tick.action[key])
     else:
@@ -530,6 +530,10 @@ BAD_ROWS = {
     "a count": (
         replace(GOOD, is_last=np.zeros(3, bool)),
         r"column 'is_last' is bool \[3\], but the row spec of this table says bool \[2\]",
+    ),
+    "no rows": (
+        rows_of(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0, bool)),
+        "a tick has no rows; it must have one of at least one environment",
     ),
     "an environment twice": (
         replace(GOOD, env_id=np.int32([1, 1])),
@@ -900,6 +904,23 @@ def test_buffered_ticks_arrive_once_and_in_order(remote, connect):
     client.flush()
     assert client.stats().rows == sum(map(len, history.flags))
     history.check(client.sample(500))
+
+
+def test_buffered_rows_are_the_callers_own_again(remote, connect):
+    name, history = remote.name(), History(CONTEXT, 2, 300)
+    client = connect(name, table_of(2, capacity=300), buffer_ticks=16)
+    rows = next_rows(History(CONTEXT, 1, 300), 0, {0: (True, False)})
+    arrays = [rows.env_id, rows.reward, rows.is_first, rows.is_last, rows.is_terminal, rows.action]
+    arrays += [*rows.obs.values(), *rows.latents.values()]
+    for t in range(100):
+        e, row = t % 2, t // 2
+        fresh = replace(next_rows(history, e, {0: (row == 0, False)}), env_id=np.int32([e]))
+        new = [fresh.env_id, fresh.reward, fresh.is_first, fresh.is_last, fresh.is_terminal, fresh.action]
+        for array, value in zip(arrays, [*new, *fresh.obs.values(), *fresh.latents.values()], strict=True):
+            array[...] = value
+        client.append(rows)
+    client.flush()
+    history.check(client.sample(300))
 
 
 def test_a_bad_tick_among_buffered_ones_is_dropped_alone(remote, connect):
