@@ -420,7 +420,9 @@ class Chaos:
     def _replace_writer(self) -> None:
         """Kills a writer, or lets it sleep until its successor has written."""
         place = self._random.randrange(WRITERS)
-        if self._lives[place] == LIVES - 1 or any(p.name.startswith(f"write-{place}") for p, _ in self._ended):
+        if self._lives[place] == LIVES - 1 or any(
+            p.name.startswith(f"write-{place}") and not p.ended for p, _ in self._ended
+        ):
             return
         old = self._writers[place]
         if self._random.random() < 0.5:
@@ -450,8 +452,9 @@ class Chaos:
 
     def _spawn(self) -> None:
         command = ["-m", "replay_server", "--directory", str(self._directory / "tables")]
-        listen = ["--listen", f"unix:{self._directory}/socket"]
-        self._server = Process(self._stack, self._directory, f"server-{next(self._numbers)}", [*command, *listen])
+        # with marks all the time, so that kills come in the middle of them too
+        options = ["--listen", f"unix:{self._directory}/socket", "--flush-every", "0.3"]
+        self._server = Process(self._stack, self._directory, f"server-{next(self._numbers)}", [*command, *options])
 
     def _serve(self) -> None:
         """Starts a server, and waits until it says that it serves."""
@@ -545,9 +548,10 @@ def read_back(directory: Path, witness: Witness) -> Newest:
         table = tables.get(TABLE)
         found: Newest = {e: {} for e in range(SPEC.max_envs)}
         for _ in range(20):
-            env_id, first_row = table.choose(4096, "report")
+            chosen = table.choose(4096, "report")
             out = {name: np.empty((4096, *shape), dtype) for name, (shape, dtype) in table.served.items()}
-            table.fill(env_id, first_row, out, "report")
+            table.fill(chosen, out)
+            env_id, first_row = chosen.env_id, chosen.first_row
             window = Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(out))  # type: ignore[arg-type]  # each field is given its array or dict
             witness.look(window)
             version = np.full(window.reward.shape, -1)
@@ -608,7 +612,7 @@ def check_memory(before: set[Path], directory: Path) -> None:
     while new := slots() - before:  # somebody else's are named for a moment only
         check(time.monotonic() < deadline, "left in shared memory:", *new)
         time.sleep(0.1)
-    for owner in SHARED_MEMORY.glob("telamon-latents-*/owner"):
+    for owner in SHARED_MEMORY.glob("telamon-table-*/owner"):
         check(str(directory) not in owner.read_text(), "left in shared memory:", owner)
 
 

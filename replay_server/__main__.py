@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ import tyro
 
 from replay_server import metrics, owners, servicer
 from replay_server.config import ServerConfig
-from replay_server.table import Tables, machine_memory
+from replay_server.folders import machine_memory
+from replay_server.table import Tables
 from telamon.allocator import keep_freed_memory
 from telamon.rpc import security, shared
 from telamon.telemetry.logs import setup_logging
@@ -129,9 +131,7 @@ def bind(server: servicer.Server, config: ServerConfig) -> str:
     Raises AddressInUse, and OSError for an address that is not this host's.
     """
     local = config.listen.startswith("unix:")
-    # gRPC would take the path from a living server
-    if local and owners.listeners(config.listen):
-        raise _in_use(config.listen)
+    _probe(config)
     umask = os.umask(0o177)  # a unix socket is for its owner
     try:
         if config.tls_certificate is None or config.tls_key is None:
@@ -140,12 +140,44 @@ def bind(server: servicer.Server, config: ServerConfig) -> str:
             credentials = security.read_server_credentials(config.tls_certificate, config.tls_key)
             port = server.grpc.add_secure_port(config.listen, credentials)
     except RuntimeError as error:
-        if owners.listeners(config.listen) == set():
-            raise OSError(f"cannot listen on {config.listen}; give an address of this host") from error
-        raise _in_use(config.listen) from error
+        raise _not_here(config.listen) from error
     finally:
         os.umask(umask)
     return config.listen if local else f"{_bracketed(config.host)}:{port}"
+
+
+def _probe(config: ServerConfig) -> None:
+    """Raises as `bind`.
+
+    gRPC takes the path of a unix socket from a living server, is content with one of the addresses of a name, and
+    prints lines of its own where it cannot listen.
+    """
+    if config.listen.startswith("unix:"):
+        if owners.listeners(config.listen):
+            raise _in_use(config.listen)
+        if not (folder := Path(config.listen.removeprefix("unix:")).parent).is_dir():
+            raise OSError(f"cannot listen on {config.listen}; there is no folder {folder}")
+        return
+    free = False
+    try:
+        found = socket.getaddrinfo(config.host, int(config.listen.rpartition(":")[2]), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise _not_here(config.listen) from error
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC, after a server that has ended
+                probe.bind(address)
+                free = True
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _in_use(config.listen) from error
+    if not free:
+        raise _not_here(config.listen)
+
+
+def _not_here(address: str) -> OSError:
+    return OSError(f"cannot listen on {address}; give an address of this host")
 
 
 def _in_use(address: str) -> AddressInUse:
@@ -161,13 +193,12 @@ def _metrics_page(counts: metrics.Metrics, config: ServerConfig) -> Iterator[str
     if config.metrics_port is None:
         yield None
         return
-    host = _bracketed(config.host)
+    host = _bracketed(config.metrics_host)
+    address = f"{host}:{config.metrics_port}"
     try:
-        page = metrics.serve(counts.registry, config.host, config.metrics_port)
+        page = metrics.serve(counts.registry, config.metrics_host, config.metrics_port)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _in_use(f"{host}:{config.metrics_port}") from error
-        raise
+        raise _in_use(address) if error.errno == errno.EADDRINUSE else _not_here(address) from error
     with page as port:
         yield f"http://{host}:{port}/metrics"
 

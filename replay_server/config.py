@@ -29,7 +29,9 @@ class ServerConfig:
     flush_every: float | None = None
     """Seconds between marks named `flush` of every table, which outlive the machine; None: none are made."""
     metrics_port: int | None = None
-    """Port of the Prometheus metrics, on the host that is listened on; 0 takes a free one, None: no metrics."""
+    """Port of the Prometheus metrics, which need no token; 0 takes a free one, None: no metrics."""
+    metrics_host: str = "127.0.0.1"
+    """Name or address of this host, IPv6 without brackets, where they are shown."""
     max_calls: int = 512
     """Calls in progress at once, which is also threads; a client has up to three streams and a call."""
     drain_seconds: float = 10.0

@@ -14,20 +14,29 @@ def canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def write_through(path: Path, data: bytes) -> None:
-    """Writes a file through to the disk. Raises OSError naming path and bytes."""
+def write_through(path: Path, data: bytes, sync: bool = True) -> None:
+    """Writes a file through to the disk; without `sync` that is left to `sync_file`.
+
+    Raises OSError naming path and bytes.
+    """
     try:
         with path.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, f"writing {len(data)} bytes failed ({error.strerror})", str(path)) from error
 
 
 def sync_directory(directory: Path) -> None:
     """Makes new, renamed and removed names in a folder permanent."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    sync_file(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Brings what was written to a file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

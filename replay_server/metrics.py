@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -62,6 +63,11 @@ class Metrics:
         self._open = Gauge(
             "telamon_replay_open_calls", "Calls in progress: streams that are open.", ["method"], registry=registry
         )
+        self._connections = Gauge(
+            "telamon_replay_connections", "Connections with calls in progress.", registry=registry
+        )
+        self._peers: Counts[str] = Counts()
+        self._peers_lock = threading.Lock()
         self._busy = Gauge(
             "telamon_replay_busy_requests", "Requests that are being answered.", ["method"], registry=registry
         )
@@ -90,14 +96,23 @@ class Metrics:
         registry.register(_TableCollector(tables, self._ages))
 
     @contextmanager
-    def call(self, method: str, code: Callable[[], str]) -> Iterator[None]:
-        """Counts a call while its block runs; code: its status code, asked for at its end."""
+    def call(self, method: str, peer: str, code: Callable[[], str]) -> Iterator[None]:
+        """Counts a call of `peer` while its block runs; code: its status code, asked for at its end."""
         self._open.labels(method).inc()
+        self._connected(peer, 1)
         try:
             yield
         finally:
+            self._connected(peer, -1)
             self._open.labels(method).dec()
             self._calls.labels(method, code()).inc()
+
+    def _connected(self, peer: str, calls: int) -> None:
+        with self._peers_lock:
+            self._peers[peer] += calls
+            if not self._peers[peer]:  # so that no more are known than there are calls
+                del self._peers[peer]
+            self._connections.set(len(self._peers))
 
     @contextmanager
     def request(self, method: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Marks: states of an embedded replay on disk, restorable after SIGKILL or a power cut at any moment.
+"""Marks: states of a replay on disk, restorable after SIGKILL or a power cut at any moment.
 
 A mark NAME is the file mark-NAME.json (the manifest) and the chunk files that it lists. Chunk files are written once,
 under new names, and shared by marks: a mark writes anew only the chunks touched since they were last written. Files and
@@ -64,7 +64,8 @@ def save(
     missing = {key for key, chunk in chunks.items() if chunk.file not in present}
     saved, taken = dict(chunks), set[Chunk]()
 
-    def write(due: set[Chunk]) -> None:
+    def write(due: set[Chunk], sync: bool = True) -> list[Path]:
+        written = []
         for group, number in sorted(due):
             with lock():
                 copied = ring.take_chunk((group, number))
@@ -73,14 +74,16 @@ def save(
             np.save(buffer, copied, allow_pickle=False)
             data = buffer.getvalue()
             file = f"chunk-{group}-{number:06d}-{serial:06d}.npy"
-            durable.write_through(directory / file, data)
+            durable.write_through(directory / file, data, sync)
             saved[group, number] = ChunkFile(group, number, file, len(data), zlib.crc32(data))
+            written.append(directory / file)
+        return written
 
     try:
         write(ring.touched() | missing)
         write(ring.touched())  # the first pass may have taken long, this one takes as long as what came meanwhile
         with lock():
-            write(ring.touched())
+            unsynced = write(ring.touched(), sync=False)
             body = {
                 "spec": spec,
                 "state": state(),
@@ -88,8 +91,10 @@ def save(
                 "tail": ring.tail.tolist(),
                 "chunks": [asdict(saved[key]) for key in sorted(saved)],
             }
-            durable.sync_directory(directory)
-            durable.write_json(manifest, body)
+        for path in unsynced:  # no others wait for the disk
+            durable.sync_file(path)
+        durable.sync_directory(directory)
+        durable.write_json(manifest, body)
     except BaseException:
         ring.touch(taken)
         raise
@@ -167,8 +172,8 @@ def forget(directory: Path, name: str) -> None:
 
 
 def _manifest(directory: Path, name: str) -> Path:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise ValueError(f"mark name {name!r} must consist of letters, digits, '_' and '-'; it becomes a file name")
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ValueError(f"mark name {name!r} must be 1 to 64 letters, digits, '_' and '-'; it becomes a file name")
     return directory / f"mark-{name}.json"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from replay_server.storage import LATENTS, Memory, Storage
-from telamon.data import ArraySpec, as_dtype
+from telamon.data import ArraySpec, as_dtype, check_columns
 
 CHUNK_ROWS = 1024
 """Rows, over all environments, that are persisted together (`touched`, `take_chunk`, `load_chunk`)."""
@@ -33,24 +33,6 @@ Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 Chunk = tuple[str, int]
 """What is persisted together: a group, "rows" or "latents", and the number of a range of slots."""
-
-
-def check_columns(columns: Mapping[str, np.ndarray], layout: Layout, count: int) -> None:
-    """Raises ValueError naming the first column that is missing, unknown, or not [count, *shape] of its dtype."""
-    if columns.keys() != layout.keys():
-        missing = sorted(layout.keys() - columns.keys())
-        unknown = sorted(columns.keys() - layout.keys())
-        raise ValueError(
-            f"columns {missing} are missing and columns {unknown} are unknown; "
-            f"the row spec of this table has {list(layout)}"
-        )
-    for name, (shape, dtype) in layout.items():
-        value = columns[name]
-        if value.shape != (count, *shape) or value.dtype != dtype:
-            raise ValueError(
-                f"column {name!r} is {value.dtype} {list(value.shape)}, "
-                f"but the row spec of this table says {dtype} {[count, *shape]}"
-            )
 
 
 def sizes(specs: Mapping[str, ArraySpec], num_envs: int, capacity: int) -> dict[str, int]:
@@ -82,7 +64,7 @@ class Ring:
         self.head = self.storage.array("head", (num_envs,), np.dtype(np.int64))
         self.tail = self.storage.array("tail", (num_envs,), np.dtype(np.int64))
         self._columns = {
-            name: self.storage.array(name, (num_envs * capacity, *shape), dtype)
+            name: self.storage.array(name, (num_envs * capacity, *shape), dtype, sparse=True)
             for name, (shape, dtype) in self._layout.items()
         }
         # A gather moves bytes: rows of bytes need no alignment where they go.

@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # likewise
 
 from replay_server.metrics import Metrics
+from replay_server.store import Chosen
 from replay_server.table import Table, Tables
 from telamon.data import FLAGS, WriteBack
 from telamon.replay import Purpose, StreamSuperseded
@@ -36,8 +37,8 @@ LOG = logging.getLogger(__name__)
 SERVICE = replay_pb2.DESCRIPTOR.services_by_name["Replay"].full_name
 HEALTH_CHECK = f"/{health.SERVICE_NAME}/Check"
 """The one method that needs no token."""
-HEALTH_CALLS = 8
-"""Of it, at once: strangers must not take every thread."""
+HEALTH_CALLS, HEALTH_BYTES = 8, 2**10
+"""Of it, at once, and bytes of one: strangers must take neither every thread nor the memory."""
 
 MAX_BATCH = 2**16
 """Windows of one request."""
@@ -56,6 +57,8 @@ class Call(Protocol):
     """What is needed of a grpc.ServicerContext."""
 
     def is_active(self) -> bool: ...
+
+    def peer(self) -> str: ...
 
     def abort(self, code: grpc.StatusCode, details: str) -> Any: ...
 
@@ -141,13 +144,18 @@ class _Append(_Stream):
         columns = self.layout.ticks(buffer, header.count, append.ticks, align)
         # copies that are 0 or 1: what is checked must not change in a slot afterwards
         columns |= {name: columns[name].view(np.uint8) != 0 for name in FLAGS}
-        size = append.ticks if table.credit < 0 else 1  # each tick looks at the credit that the one before it left
+        repeats = min(max(0, table.held(append.stream) + 1 - append.tick), append.ticks)
         held = begin = 0
         try:
-            for begin in range(0, append.ticks, size):
-                self._wait_for_credit(table)
+            while begin < append.ticks:
+                if begin < repeats:  # nothing is stored for them, so they need no credit
+                    size = repeats - begin
+                else:  # each tick looks at the credit that the one before it left
+                    self._wait_for_credit(table)
+                    size = append.ticks - begin if table.credit < 0 else 1
                 part = {name: value[begin : begin + size] for name, value in columns.items()}
                 held = table.append(append.stream, append.epoch, header.incarnation, append.tick + begin, env_id, part)
+                begin += size
         except Exception as error:
             stored = 0 if isinstance(error, StreamSuperseded) else table.held(append.stream) + 1 - append.tick
             refused = append.ticks - min(max(begin, stored), append.ticks)
@@ -187,7 +195,7 @@ class _Sample(_Stream):
             self.layout.views(slot, request.batch, codec.SLOT)
         # Of a restore in the middle the older incarnation is sent: a write-back for its windows is then stale.
         incarnation = table.incarnation
-        env_id, first_row = table.choose(request.batch, purpose)
+        chosen = table.choose(request.batch, purpose)
         items = table.items()
         count, nbytes = request.batch, 0
         for begin, end in codec.frames_of(count, self.layout.nbytes(1)) if slot is None else [(0, count)]:
@@ -195,7 +203,7 @@ class _Sample(_Stream):
             header.incarnation = incarnation
             header.windows.items = items
             header.windows.last = end == count
-            fill = partial(self._fill, table, purpose, env_id[begin:end], first_row[begin:end])
+            fill = partial(self._fill, table, chosen[begin:end])
             if slot is None:
                 size = self.layout.nbytes(end - begin)
                 yield codec.encode_frame(header, size, partial(fill, codec.PACKED))
@@ -205,16 +213,14 @@ class _Sample(_Stream):
                 fill(codec.SLOT, slot)
                 yield codec.join_frame(header, ())
             nbytes += size
-        self.service.metrics.sampled(self.name, purpose, nbytes, table.ages(env_id, first_row))
+        self.service.metrics.sampled(self.name, purpose, nbytes, table.ages(chosen))
 
-    def _fill(
-        self, table: Table, purpose: Purpose, env_id: np.ndarray, first_row: np.ndarray, align: int, buffer: memoryview
-    ) -> None:
+    def _fill(self, table: Table, chosen: Chosen, align: int, buffer: memoryview) -> None:
         """Gathers windows [b] into their arrays; those overwritten meanwhile are drawn again, in the arguments too."""
-        out = self.layout.views(buffer, env_id.size, align)
+        out = self.layout.views(buffer, chosen.env_id.size, align)
         sent = out.pop("env_id"), out.pop("first_row")
-        table.fill(env_id, first_row, out, purpose)
-        sent[0][:], sent[1][:] = env_id, first_row
+        table.fill(chosen, out)
+        sent[0][:], sent[1][:] = chosen.env_id, chosen.first_row
 
 
 class _WriteBack(_Stream):
@@ -262,7 +268,7 @@ class ReplayService:
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """Method name -> handler, as `grpc.method_handlers_generic_handler` takes them."""
         streams = {"Append": _Append, "Sample": _Sample, "WriteBack": _WriteBack}
-        calls: dict[str, tuple[type[Message], Callable[[Any], Message]]] = {
+        calls: dict[str, tuple[type[Message], Callable[[Any, Call], Message]]] = {
             "Configure": (replay_pb2.ConfigureRequest, self._configure),
             "OpenStream": (replay_pb2.OpenStreamRequest, self._open_stream),
             "Stats": (replay_pb2.StatsRequest, self._stats),
@@ -316,19 +322,19 @@ class ReplayService:
         self,
         method: str,
         request: type[Message],
-        answer: Callable[[Any], Message],
+        answer: Callable[[Any, Call], Message],
         message: bytes,
         context: grpc.ServicerContext,
     ) -> bytes:
         with self._call(method, context), self._request(method):
-            return answer(_parse(request, message)).SerializeToString()
+            return answer(_parse(request, message), context).SerializeToString()
         raise AssertionError("abort raises")
 
     @contextmanager
     def _call(self, method: str, context: Call) -> Iterator[None]:
         """Counts a call; whatever it raises becomes a status, and never a traceback for the client."""
         code = grpc.StatusCode.CANCELLED  # the client has gone, unless the call ends otherwise
-        with self.metrics.call(method, lambda: code.name):
+        with self.metrics.call(method, context.peer(), lambda: code.name):
             try:
                 yield
                 code = grpc.StatusCode.OK
@@ -356,16 +362,16 @@ class ReplayService:
 
     # control
 
-    def _configure(self, request: replay_pb2.ConfigureRequest) -> Message:
+    def _configure(self, request: replay_pb2.ConfigureRequest, call: Call) -> Message:
         spec = codec.spec_from_proto(request.spec)
         table = self.tables.configure(request.table, spec, request.seed)
         LOG.info("event=configure table=%s incarnation=%016x bytes=%d", request.table, table.incarnation, spec.nbytes)
         return replay_pb2.ConfigureResponse(incarnation=table.incarnation, bytes=spec.nbytes)
 
-    def _open_stream(self, request: replay_pb2.OpenStreamRequest) -> Message:
+    def _open_stream(self, request: replay_pb2.OpenStreamRequest, call: Call) -> Message:
         table = self.tables.get(request.table)
         incarnation = table.incarnation
-        opened = table.open_stream(request.stream, request.num_envs)
+        opened = table.open_stream(request.stream, request.num_envs, call.is_active)
         LOG.info(
             "event=open-stream table=%s stream=%s epoch=%d envs=%d next_tick=%d",
             request.table, request.stream, opened.epoch, request.num_envs, opened.next_tick,
@@ -374,40 +380,43 @@ class ReplayService:
             incarnation=incarnation, epoch=opened.epoch, next_tick=opened.next_tick, first_env_id=opened.first_env_id
         )
 
-    def _stats(self, request: replay_pb2.StatsRequest) -> Message:
+    def _stats(self, request: replay_pb2.StatsRequest, call: Call) -> Message:
         table = self.tables.get(request.table)
         return codec.stats_to_proto(table.stats(), table.incarnation, table.num_envs, table.credit)
 
-    def _grant(self, request: replay_pb2.GrantRequest) -> Message:
+    def _grant(self, request: replay_pb2.GrantRequest, call: Call) -> Message:
         if request.rows > MAX_CREDIT:
             raise ValueError(f"a grant of {request.rows} rows is too large; rows must be at most {MAX_CREDIT}")
         self.tables.get(request.table).grant(request.rows)
         return replay_pb2.GrantResponse()
 
-    def _mark(self, request: replay_pb2.MarkRequest) -> Message:
+    def _mark(self, request: replay_pb2.MarkRequest, call: Call) -> Message:
         self.tables.get(request.table).mark(request.name)
         return replay_pb2.MarkResponse()
 
-    def _restore(self, request: replay_pb2.RestoreRequest) -> Message:
+    def _restore(self, request: replay_pb2.RestoreRequest, call: Call) -> Message:
         table = self.tables.get(request.table)
         try:
             table.restore(request.name)
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:
             if request.name in table.marks():
                 raise DataLoss(str(error)) from error
             raise
         LOG.info("event=restore table=%s mark=%s incarnation=%016x", request.table, request.name, table.incarnation)
         return replay_pb2.RestoreResponse(incarnation=table.incarnation)
 
-    def _list_marks(self, request: replay_pb2.ListMarksRequest) -> Message:
+    def _list_marks(self, request: replay_pb2.ListMarksRequest, call: Call) -> Message:
         return replay_pb2.ListMarksResponse(names=self.tables.get(request.table).marks())
 
-    def _forget(self, request: replay_pb2.ForgetRequest) -> Message:
+    def _forget(self, request: replay_pb2.ForgetRequest, call: Call) -> Message:
         self.tables.get(request.table).forget(request.name)
         return replay_pb2.ForgetResponse()
 
 
-def _parse(kind: type[Request], message: bytes) -> Request:
+def _parse(kind: type[Request], message: bytes, limit: int = codec.MAX_HEADER_BYTES) -> Request:
+    """Raises ValueError; of more than `limit` bytes without a look, since protobuf may need thirty times as many."""
+    if len(message) > limit:
+        raise ValueError(f"a {kind.DESCRIPTOR.name} of {len(message)} bytes is too large; at most {limit} are read")
     try:
         return kind.FromString(message)
     except DecodeError:
@@ -436,16 +445,20 @@ class TokenInterceptor(grpc.ServerInterceptor):
         # until it comes.
         if handler_call_details.method == HEALTH_CHECK and (check := continuation(handler_call_details)) is not None:
             return grpc.stream_unary_rpc_method_handler(
-                partial(self._check, check.unary_unary), check.request_deserializer, check.response_serializer
+                partial(self._check, check.unary_unary), response_serializer=check.response_serializer
             )
         self._metrics.unauthenticated()
         return grpc.stream_unary_rpc_method_handler(_refuse)
 
-    def _check(self, answer: Callable[[Any, Any], Any], requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+    def _check(
+        self, answer: Callable[[Any, Any], Any], requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Any:
         if not self._checks.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{HEALTH_CALLS} health checks are in progress")
         try:
-            return answer(next(requests, health_pb2.HealthCheckRequest()), context)
+            return answer(_parse(health_pb2.HealthCheckRequest, next(requests, b""), HEALTH_BYTES), context)
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             self._checks.release()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
@@ -22,8 +24,11 @@ LATENTS = "latents/"
 class Storage(Protocol):
     """Named arrays."""
 
-    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array of that name: zeros, or what was written to it before. Asking again gives the same memory."""
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype, sparse: bool = False) -> np.ndarray:
+        """The array of that name: zeros, or what was written to it before. Asking again gives the same memory.
+
+        sparse: it has space only where it was written, or where `reserve` made some. Raises OSError as `reserve`.
+        """
         ...
 
     def reserve(self, name: str, begin: int, end: int) -> None:
@@ -37,7 +42,7 @@ class Memory:
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
 
-    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype, sparse: bool = False) -> np.ndarray:
         if name not in self._arrays:
             self._arrays[name] = np.zeros(shape, dtype)
         return self._arrays[name]
@@ -58,6 +63,7 @@ class Files:
         self._create = create
         self._arrays: dict[str, np.ndarray] = {}
         self._maps: dict[str, mmap.mmap] = {}
+        self._held: Callable[[], object] | None = None
 
     def path(self, name: str) -> Path:
         """The file of an array; names may hold what file names must not."""
@@ -74,7 +80,7 @@ class Files:
                 found.append(f"{path} has {size} bytes instead of {max(nbytes, 1)}")
         return found
 
-    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype, sparse: bool = False) -> np.ndarray:
         if name not in self._arrays:
             # a file is never empty, because an empty one cannot be mapped
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -83,23 +89,41 @@ class Files:
                 raise ValueError(wrong[0])
             with path.open("r+b" if path.exists() else "w+b") as file:
                 file.truncate(size)
+                if not sparse:
+                    allocate(file.fileno(), path, 0, size)
                 self._maps[name] = mmap.mmap(file.fileno(), size)
             self._arrays[name] = np.frombuffer(self._maps[name], dtype, nbytes // dtype.itemsize).reshape(shape)
         return self._arrays[name]
 
     def reserve(self, name: str, begin: int, end: int) -> None:
-        # A write to a hole of a mapped file when the disk is full is a SIGBUS; an allocation is an error.
-        if end == begin:
-            return
-        path = self.path(name)
-        try:
+        if end > begin:
+            path = self.path(name)
             with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), begin, end - begin)
-        except OSError as error:
-            text = f"no space for {end - begin} more bytes of rows ({error.strerror})"
-            raise OSError(error.errno, text, str(path)) from error
+                allocate(file.fileno(), path, begin, end)
+
+    def hold(self, descriptor: int) -> None:
+        """Keeps a descriptor open, and so the lock on its file, until `release` or the end of this object."""
+        self.release()
+        self._held = weakref.finalize(self, os.close, descriptor)
+
+    def release(self) -> None:
+        """Closes what is held; may be called again."""
+        if self._held is not None:
+            self._held()  # which does it once
 
     def flush(self) -> None:
         """Writes everything through to the disk."""
         for mapped in self._maps.values():
             mapped.flush()
+
+
+def allocate(descriptor: int, path: Path, begin: int, end: int) -> None:
+    """Gives a file space for bytes begin <= i < end; what is there stays. Raises OSError naming path and bytes.
+
+    A write to a hole of a mapped file when the disk is full is a SIGBUS; an allocation that fails is an error.
+    """
+    try:
+        os.posix_fallocate(descriptor, begin, end - begin)
+    except OSError as error:
+        text = f"no space for {end - begin} more bytes of a table ({error.strerror})"
+        raise OSError(error.errno, text, str(path)) from error

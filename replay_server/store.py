@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,23 @@ class Content:
     """Where the ring's chunks lie since the last mark, but for those touched since."""
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Windows [B] that were chosen and are still to be gathered."""
+
+    env_id: np.ndarray
+    """int64 [B]."""
+    first_row: np.ndarray
+    """int64 [B]."""
+    purpose: Purpose
+    content: Content
+    """Whose windows they are: a restore in the meantime does not change that."""
+
+    def __getitem__(self, part: slice) -> Chosen:
+        """Some of them; what is changed in place there is changed here."""
+        return replace(self, env_id=self.env_id[part], first_row=self.first_row[part])
+
+
 class Store:
     """A table of `num_envs` rings of `capacity` rows each, served as windows of `window_spec`.
 
@@ -71,7 +88,7 @@ class Store:
         self._rngs: dict[Purpose, np.random.Generator] = {"train": rng, "report": rng.spawn(1)[0]}
         self._directory = directory
         # Held for what must see heads, tails and index together, and by write-backs: a row must not be overwritten
-        # between the look at the tail and the write. Never held while windows are gathered.
+        # between the look at the tail and the write. Windows are gathered without it, but for their latents.
         self._lock = threading.RLock()
         sent = {"none": {}, "context": {f"latents/{k}": window_spec.context for k, _ in row_spec.latents}}
         rows = {name: window_spec.length for name in row_spec.columns if not name.startswith(LATENTS)}
@@ -130,13 +147,14 @@ class Store:
         A report only draws: it leaves queue, counters and the windows of training as they are.
         Raises LookupError while no window can be drawn.
         """
-        env_id, first_row = self.choose(batch, purpose)
+        chosen = self.choose(batch, purpose)
         columns = {name: np.empty((batch, *shape), dtype) for name, (shape, dtype) in self.served.items()}
-        self.fill(env_id, first_row, columns, purpose)
-        return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(columns))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+        self.fill(chosen, columns)
+        fields = from_columns(columns)
+        return Window(env_id=chosen.env_id.astype(np.int32), first_row=chosen.first_row, **fields)  # type: ignore[arg-type]  # each field is given its array or dict
 
-    def choose(self, batch: int, purpose: Purpose = "train") -> tuple[np.ndarray, np.ndarray]:
-        """The next windows to serve: (env_id, first_row), int64 [batch] each. Raises as `sample`."""
+    def choose(self, batch: int, purpose: Purpose = "train") -> Chosen:
+        """The next windows to serve. Raises as `sample`."""
         if batch < 1:
             raise ValueError(f"a batch of {batch} windows is empty; batch must be at least 1")
         with self._lock:
@@ -147,18 +165,16 @@ class Store:
                 env_id, first_row = (np.concatenate(parts) for parts in zip((env_id, first_row), more, strict=True))
             if purpose == "train":
                 content.counters[COUNTERS.index("sampled_windows")] += batch
-        return env_id, first_row
+        return Chosen(env_id, first_row, purpose, content)
 
-    def fill(
-        self, env_id: np.ndarray, first_row: np.ndarray, out: Mapping[str, np.ndarray], purpose: Purpose = "train"
-    ) -> None:
+    def fill(self, chosen: Chosen, out: Mapping[str, np.ndarray]) -> None:
         """Gathers chosen windows [B] into `out`: column -> C-contiguous [B, *shape], as `served` says.
 
-        A window that is overwritten in the meantime is drawn anew: `env_id` and `first_row` are changed in place.
+        A window that is overwritten in the meantime is drawn anew: `chosen` is changed in place.
         """
+        env_id, first_row, content = chosen.env_id, chosen.first_row, chosen.content
         latents = {name: into for name, into in out.items() if name.startswith(LATENTS)}
         others = {name: into for name, into in out.items() if not name.startswith(LATENTS)}
-        content = self._content
         if latents:
             with self._lock:  # a write-back must not be seen half
                 content.ring.gather(env_id, first_row, latents)
@@ -169,13 +185,12 @@ class Store:
         lost = np.flatnonzero(~held)
         if lost.size:
             with self._lock:
-                env_id[lost], first_row[lost] = self._draw(self._content, lost.size, purpose)
-            again = {name: np.empty((lost.size, *into.shape[1:]), into.dtype) for name, into in out.items()}
-            new_env, new_row = env_id[lost], first_row[lost]
-            self.fill(new_env, new_row, again, purpose)
-            env_id[lost], first_row[lost] = new_env, new_row
+                again = Chosen(*self._draw(content, lost.size, chosen.purpose), chosen.purpose, content)
+            columns = {name: np.empty((lost.size, *into.shape[1:]), into.dtype) for name, into in out.items()}
+            self.fill(again, columns)
+            env_id[lost], first_row[lost] = again.env_id, again.first_row
             for name, into in out.items():
-                into[lost] = again[name]
+                into[lost] = columns[name]
 
     def write_back(self, update: WriteBack) -> int:
         """Replaces latents of rows that are still held; returns how many were. Stale rows are dropped and counted."""

@@ -8,7 +8,7 @@ A table's folder:
     marks/          see persist.py
     damaged-ID/     rows that were refused and replaced by a mark; for the operator to look at and delete
 
-The latents lie in /dev/shm/telamon-latents-ID while the table is open, and beside the rows after a clean stop, so that
+The latents lie in /dev/shm/telamon-table-ID while the table is open, and beside the rows after a clean stop, so that
 a service that is not running holds no memory.
 
 What survives what: SIGKILL takes nothing that was acknowledged. The death of the machine takes what came after the
@@ -19,37 +19,28 @@ whole takes their place.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from replay_server import durable, persist, windows
-from replay_server.ring import sizes
-from replay_server.storage import LATENTS, Files
-from replay_server.store import Content, Store
+from replay_server import durable, folders, persist, windows
+from replay_server.storage import Files
+from replay_server.store import Chosen, Content, Store
 from replay_server.streams import Opened, Stream, Streams
 from telamon.data import ArraySpec, RowSpec, WindowSpec, WriteBack
 from telamon.replay import Purpose, ReplayStats, StreamSuperseded, TableSpec
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Names of tables and streams; they become names of files and labels of metrics."""
-LATENTS_PREFIX = "telamon-latents-"
-OWNER = "owner"
-"""The file beside latents that says whose they are."""
-LOCK_ATTEMPTS, LOCK_PAUSE = 10, 0.02
-"""Tries to lock a folder, and seconds between: whoever only looks whether it is locked holds the lock for a moment."""
 CREDIT_POLL = 0.05
 """Seconds between looks at whether a table out of credit can still be sampled."""
 
@@ -85,11 +76,11 @@ class Table:
         streams = Streams(files, spec.max_envs, known)
         if streams.recover(files.array("head", (spec.max_envs,), np.dtype(np.int64))):
             log.warning("event=tick_taken_back table=%s", directory.name)
-        rng = np.random.default_rng([seed, opened] if opened else [seed])
-        self._store = Store(spec.row, spec.window, spec.max_envs, spec.capacity, rng, directory / "marks", files)
-        head, tail = self._store.head, files.array("tail", (spec.max_envs,), np.dtype(np.int64))
+        head, tail = (files.array(name, (spec.max_envs,), np.dtype(np.int64)) for name in ("head", "tail"))
         if not ((tail >= 0) & (tail <= head) & (head - tail <= spec.capacity)).all():
             raise ValueError(f"{files.path('head')} and {files.path('tail')} contradict each other")
+        rng = np.random.default_rng([seed, opened] if opened else [seed])
+        self._store = Store(spec.row, spec.window, spec.max_envs, spec.capacity, rng, directory / "marks", files)
         # Ticks that are taken together: what they replace in a full ring is gone if they are taken back.
         self._block = max(1, spec.capacity // 8)
         self._base: tuple[str, int] | None = None
@@ -98,6 +89,7 @@ class Table:
         # marking, lock, that of the store.
         self._marking = threading.Lock()
         self._lock = threading.RLock()
+        self._closed = False
         self._granted = threading.Condition()
 
     def _use(self, incarnation: int, files: Files, streams: Streams) -> None:
@@ -116,13 +108,18 @@ class Table:
 
     # writers
 
-    def open_stream(self, name: str, num_envs: int) -> Opened:
+    def open_stream(self, name: str, num_envs: int, wanted: Callable[[], bool] = lambda: True) -> Opened:
         """Begins a stream's next epoch; a new stream is given environments of its own, for good.
 
-        Raises ValueError for a bad name or another number of environments than before, OSError where there is no room.
+        wanted: whether anybody still waits for it, when its turn has come: a writer that asked again must not be shut
+        out by its first request. Raises ConnectionError where nobody does, ValueError for a bad name or another number
+        of environments than before, OSError where there is no room.
         """
-        check_name(name, "stream")
+        folders.check_name(name, "stream")
         with self._lock:
+            self._check_open()
+            if not wanted():
+                raise ConnectionError(f"nobody waits for stream {name!r} any more")
             if self._streams.join(name, num_envs):
                 try:
                     self._save(self.incarnation, self._streams.by_name, self._base)
@@ -148,6 +145,7 @@ class Table:
         the specs, and OSError where there is no space; nothing of that tick is stored then.
         """
         with self._lock:
+            self._check_open()
             if incarnation != self.incarnation:
                 raise StreamSuperseded(
                     f"table {self.directory.name!r} was restored or lost since stream {stream!r} opened; open it again"
@@ -178,7 +176,9 @@ class Table:
 
     def grant(self, rows: int) -> None:
         """Bounds the rows that may have been appended in all; negative: no bound."""
-        with self._granted:
+        # the lock: when this returns no tick is under way that did not see the bound
+        with self._lock, self._granted:
+            self._check_open()
             self._credit[0] = max(rows + 1, 0)
             self._granted.notify_all()
 
@@ -204,28 +204,27 @@ class Table:
 
     # readers
 
-    def choose(self, batch: int, purpose: Purpose = "train") -> tuple[np.ndarray, np.ndarray]:
+    def choose(self, batch: int, purpose: Purpose = "train") -> Chosen:
         """See Store.choose."""
         return self._store.choose(batch, purpose)
 
-    def fill(
-        self, env_id: np.ndarray, first_row: np.ndarray, out: Mapping[str, np.ndarray], purpose: Purpose = "train"
-    ) -> None:
+    def fill(self, chosen: Chosen, out: Mapping[str, np.ndarray]) -> None:
         """See Store.fill."""
-        self._store.fill(env_id, first_row, out, purpose)
+        self._store.fill(chosen, out)
 
     def items(self) -> int:
         """See Store.items."""
         return self._store.items()
 
-    def ages(self, env_id: np.ndarray, first_row: np.ndarray) -> np.ndarray:
+    def ages(self, chosen: Chosen) -> np.ndarray:
         """Rows appended since the first row of each window [B], int64 [B]."""
-        ages: np.ndarray = self._store.head[env_id] - first_row
+        ages: np.ndarray = chosen.content.ring.head[chosen.env_id] - chosen.first_row
         return ages
 
     def write_back(self, incarnation: int, update: WriteBack) -> int:
         """Replaces latents; returns of how many rows. Rows that are gone, or of another incarnation, count as stale."""
         with self._lock:  # a restore may not come between
+            self._check_open()
             if incarnation == self.incarnation:
                 return self._store.write_back(update)
             self._store.drop(update)
@@ -244,6 +243,7 @@ class Table:
     def mark(self, name: str) -> None:
         """See Store.mark; the streams are part of it. Appends wait only while the last of it is written."""
         with self._marking:
+            self._check_open()
             # Until the new mark is known as the base, a process that finds this table writes its next mark whole.
             self._set_base(None)
             self._store.mark(name, lambda: {"next_ticks": self._streams.next_ticks()}, self._lock)
@@ -252,9 +252,11 @@ class Table:
     def restore(self, name: str) -> None:
         """Returns to a mark, as a new incarnation. Raises as Store.restore; the table then stays as it is."""
         with self._marking, self._lock:
+            self._check_open()
             incarnation = self._draw_id()
-            files = make_files(self.directory, self._latents_root, self.spec, incarnation)
+            files = folders.files_of(self.directory, self._latents_root, incarnation, create=True)
             try:
+                folders.make_folders(files, self.spec)
                 content, state = self._store.load(name, files)
                 streams = Streams(files, self.spec.max_envs, self._streams.by_name)
                 streams.set_next_ticks(state["extra"]["next_ticks"])
@@ -262,7 +264,7 @@ class Table:
                 base = (name, persist.fingerprint(self.directory / "marks", name))
                 self._save(incarnation, streams.by_name, base)
             except (OSError, ValueError):
-                remove_files(files)
+                folders.remove_files(files)
                 raise
             self._replace(incarnation, files, streams, content, state, base)
 
@@ -278,9 +280,11 @@ class Table:
     def close(self) -> None:
         """Brings everything to the disk and gives the memory under /dev/shm back. The table is not to be used after."""
         with self._marking, self._lock:
+            self._closed = True
             self._files.flush()
+            self._files.release()
             try:
-                for name in latents_of(self.spec):
+                for name in folders.latents_of(self.spec):
                     path = self._files.path(name)
                     durable.copy_sparse(path, self._files.rows / path.name)
             except OSError as error:
@@ -292,6 +296,10 @@ class Table:
             durable.write_json(self.directory / "state.json", {**state, "clean": True})
             shutil.rmtree(self._files.latents, ignore_errors=True)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectionError("the server is draining; connect again")
+
     def _replace(
         self, incarnation: int, files: Files, streams: Streams, content: Content, state: Mapping[str, Any],
         base: tuple[str, int],
@@ -300,7 +308,7 @@ class Table:
         self._store.adopt(content, state)
         self._use(incarnation, files, streams)
         self._base = base
-        remove_files(old)
+        folders.remove_files(old)
         with self._granted:
             self._granted.notify_all()
 
@@ -310,7 +318,7 @@ class Table:
             self._base = base
 
     def _save(self, incarnation: int, streams: Mapping[str, Stream], base: tuple[str, int] | None) -> None:
-        save_table(self.directory, self.spec, self._seed, incarnation, streams, base)
+        folders.save_table(self.directory, self.spec, self._seed, incarnation, streams, base)
 
 
 def create_table(directory: Path, latents_root: Path, spec: TableSpec, seed: int, draw_id: DrawId) -> Table:
@@ -320,13 +328,19 @@ def create_table(directory: Path, latents_root: Path, spec: TableSpec, seed: int
     """
     windows.check_spec(spec.window, spec.capacity)
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, mode=0o700)
     incarnation = draw_id()
-    files = make_files(directory, latents_root, spec, incarnation)
-    table = Table(directory, latents_root, spec, seed, incarnation, files, {}, 0, draw_id)
-    durable.write_json(directory / "state.json", {"boot": boot_id(), "clean": False, "opened": 0})
-    # The commit point: a folder without this file is no table.
-    save_table(directory, spec, seed, incarnation, {}, None)
+    files = folders.files_of(directory, latents_root, incarnation, create=True)
+    try:
+        folders.make_folders(files, spec)
+        table = Table(directory, latents_root, spec, seed, incarnation, files, {}, 0, draw_id)
+        durable.write_json(directory / "state.json", {"boot": folders.boot_id(), "clean": False, "opened": 0})
+        # The commit point: a folder without this file is no table.
+        folders.save_table(directory, spec, seed, incarnation, {}, None)
+    except OSError:
+        folders.remove_files(files)
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     return table
 
 
@@ -341,16 +355,18 @@ def open_table(directory: Path, latents_root: Path, draw_id: DrawId) -> Table:
     spec, incarnation = spec_from_json(body["spec"]), int(body["incarnation"], 16)
     known = {name: Stream(i, first, envs) for i, (name, first, envs) in enumerate(body["streams"])}
     opened = state["opened"] + 1
-    files = files_of(directory, latents_root, incarnation, create=False)
-    sweep_rows(directory, keep=files.rows)
+    files = folders.files_of(directory, latents_root, incarnation, create=False)
+    folders.sweep_rows(directory, keep=files.rows)
     make: Callable[[int, Files, Mapping[str, Stream]], Table] = lambda incarnation, files, known: Table(
         directory, latents_root, spec, body["seed"], incarnation, files, known, opened, draw_id
     )
-    wrong = damage(files, spec, state)
+    if files.latents.exists():
+        folders.claim_latents(files)
+    wrong = folders.damage(files, spec, state)
     if not wrong:
         try:
             if state["clean"]:
-                bring_latents(files, spec)
+                folders.bring_latents(files, spec)
             table = make(incarnation, files, known)
         except ValueError as error:
             wrong = [str(error)]
@@ -358,8 +374,8 @@ def open_table(directory: Path, latents_root: Path, draw_id: DrawId) -> Table:
         table.continue_from(None if body["base"] is None else tuple(body["base"]))
     else:
         table = fall_back(directory, latents_root, spec, files, "; ".join(wrong), make, known, draw_id)
-    durable.write_json(directory / "state.json", {"boot": boot_id(), "clean": False, "opened": opened})
-    for name in latents_of(spec):
+    durable.write_json(directory / "state.json", {"boot": folders.boot_id(), "clean": False, "opened": opened})
+    for name in folders.latents_of(spec):
         (files.rows / files.path(name).name).unlink(missing_ok=True)  # the copies of a clean stop
     return table
 
@@ -378,23 +394,25 @@ def fall_back(
     marks = persist.newest_first(directory / "marks")
     for name in marks:
         incarnation = draw_id()
-        files = make_files(directory, latents_root, spec, incarnation)
-        table = make(incarnation, files, known)
+        files = folders.files_of(directory, latents_root, incarnation, create=True)
         try:
+            folders.make_folders(files, spec)
+            table = make(incarnation, files, known)
             table.restore(name)
         except (OSError, ValueError) as error:
             log.warning("event=mark_damaged table=%s mark=%s error=%s", directory.name, name, error)
-            remove_files(files)
+            folders.remove_files(files)
             continue
         if damaged.rows.exists():
             damaged.rows.rename(directory / damaged.rows.name.replace("rows-", "damaged-"))
+        damaged.release()
         shutil.rmtree(damaged.latents, ignore_errors=True)
         log.warning(
             "event=fell_back table=%s mark=%s rows=%d reason=%r",
             directory.name, name, table.stats().rows, wrong,
         )  # fmt: skip
         return table
-    whole = [name for name in spec.row.columns if not damaged.damage(sizes_of(spec, [name]))]
+    whole = [name for name in spec.row.columns if not damaged.damage(folders.sizes_of(spec, [name]))]
     tried = f"none of its marks {marks} is whole" if marks else "it has no mark to fall back to"
     raise ValueError(
         f"table {directory.name!r} is refused: {wrong}; {tried}; whole are the files of columns {whole} under "
@@ -421,20 +439,19 @@ class Tables:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory.resolve()
-        self._memory_limit = int(0.8 * machine_memory()) if memory_limit is None else memory_limit
+        self._memory_limit = int(0.8 * folders.machine_memory()) if memory_limit is None else memory_limit
         self._latents_root = latents_root
         self._draw_id: DrawId = lambda: int(rng.integers(1, 2**63))
         self._lock = threading.Lock()
-        self._lock_file = lock_directory(self._directory)
-        sweep_latents(latents_root, self._directory)
+        self._lock_file = folders.lock_directory(self._directory)
+        self._tables: dict[str, Table] = {}
         try:
-            self._tables = {
-                path.parent.name: open_table(path.parent, latents_root, self._draw_id)
-                for path in sorted(self._directory.glob("*/table.json"))
-            }
+            for path in sorted(self._directory.glob("*/table.json")):
+                self._tables[path.parent.name] = open_table(path.parent, latents_root, self._draw_id)
         except (OSError, ValueError):
-            os.close(self._lock_file)
+            self.close()  # those that were opened are left as properly as they were found
             raise
+        folders.sweep_latents(latents_root)
 
     def configure(self, name: str, spec: TableSpec, seed: int) -> Table:
         """Makes a table, or finds it as it is.
@@ -442,7 +459,7 @@ class Tables:
         Raises LookupError naming what differs from the table that is there, ValueError for a bad name, for windows it
         could not serve and for a table beyond the memory limit, OSError where the disk or /dev/shm has no room for it.
         """
-        check_name(name, "table")
+        folders.check_name(name, "table")
         with self._lock:
             table = self._tables.get(name)
             if table is None:
@@ -465,11 +482,11 @@ class Tables:
         return sorted(self._tables.items())
 
     def close(self) -> None:
-        """A clean stop."""
-        with self._lock:
+        """A clean stop. Every table is closed, also when one of them raises OSError."""
+        with self._lock, ExitStack() as stack:
+            stack.callback(os.close, self._lock_file)
             for table in self._tables.values():
-                table.close()
-            os.close(self._lock_file)
+                stack.callback(table.close)
 
     def _check_room(self, spec: TableSpec) -> None:
         free = self._memory_limit - sum(table.spec.nbytes for table in self._tables.values())
@@ -490,184 +507,6 @@ class Tables:
                     f"of {where}, which has {max(room, 0)} left; capacity={fits} is the largest that fits, {way_out}"
                 )
                 raise ValueError(text) if path is None else OSError(errno.ENOSPC, text, str(path))
-
-
-# folders and files
-
-
-def check_name(name: str, what: str) -> None:
-    """Raises ValueError for what cannot be the name of a table or stream."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"{what} name {name!r} must be 1 to 64 letters, digits, '_' and '-'")
-
-
-def save_table(
-    directory: Path,
-    spec: TableSpec,
-    seed: int,
-    incarnation: int,
-    streams: Mapping[str, Stream],
-    base: tuple[str, int] | None,
-) -> None:
-    """Writes table.json. Raises OSError naming path and bytes; the file is then as it was."""
-    body = {
-        "spec": asdict(spec),
-        "seed": seed,
-        "incarnation": f"{incarnation:x}",
-        "streams": [[name, s.first_env_id, s.num_envs] for name, s in streams.items()],
-        "base": base,
-    }
-    durable.write_json(directory / "table.json", body)
-
-
-def files_of(directory: Path, latents_root: Path, incarnation: int, create: bool) -> Files:
-    """The files of one incarnation of a table."""
-    name = f"{incarnation:016x}"
-    return Files(directory / f"rows-{name}", latents_root / f"{LATENTS_PREFIX}{name}", create)
-
-
-def make_files(directory: Path, latents_root: Path, spec: TableSpec, incarnation: int) -> Files:
-    """Folders for a new incarnation."""
-    files = files_of(directory, latents_root, incarnation, create=True)
-    files.rows.mkdir()
-    if spec.row.latents:
-        own_latents(files, directory)
-    return files
-
-
-def own_latents(files: Files, directory: Path) -> None:
-    """Makes the folder of latents, and says in it whose they are."""
-    files.latents.mkdir(mode=0o700, exist_ok=True)
-    (files.latents / OWNER).write_text(str(directory))
-
-
-def remove_files(files: Files) -> None:
-    """What is mapped stays readable."""
-    shutil.rmtree(files.rows, ignore_errors=True)
-    shutil.rmtree(files.latents, ignore_errors=True)
-
-
-def sweep_rows(directory: Path, keep: Path) -> None:
-    """Removes rows that an interrupted restore left."""
-    for path in directory.glob("rows-*"):
-        if path != keep:
-            shutil.rmtree(path)
-
-
-def sweep_latents(latents_root: Path, ours: Path) -> None:
-    """Removes latents of tables that are gone or go on as another incarnation; never those of a running service.
-
-    ours: the folder that this process has locked, and in which it has not begun anything.
-    """
-    for path in latents_root.glob(f"{LATENTS_PREFIX}*"):
-        try:
-            table = owner_of(path)
-            if table is None or (table.parent != ours and is_locked(table.parent / "lock")):
-                continue
-            incarnation = path.name.removeprefix(LATENTS_PREFIX)
-            if present_incarnation(table) != incarnation:
-                log.info("event=latents_removed path=%s owner=%s", path, table)
-                shutil.rmtree(path)
-        except FileNotFoundError:
-            continue  # another service swept it first
-
-
-def owner_of(latents: Path) -> Path | None:
-    """The folder of the table whose latents lie there; None where nobody of this user says so yet."""
-    owner = latents / OWNER
-    if not owner.is_file() or owner.stat().st_uid != os.getuid():
-        return None
-    return Path(owner.read_text())
-
-
-def present_incarnation(directory: Path) -> str | None:
-    """As in names of folders; None where there is no table."""
-    try:
-        body, _ = durable.read_json(directory / "table.json", "table file")
-    except (FileNotFoundError, ValueError):
-        return None
-    return f"{int(body['incarnation'], 16):016x}"
-
-
-def bring_latents(files: Files, spec: TableSpec) -> None:
-    """Puts the latents that a clean stop saved where they live. Raises OSError."""
-    names = latents_of(spec)
-    if names:
-        own_latents(files, files.rows.parent)
-    for name in names:
-        path = files.path(name)
-        durable.copy_sparse(files.rows / path.name, path)
-
-
-def latents_of(spec: TableSpec) -> list[str]:
-    """Names of the columns of latents."""
-    return [name for name in spec.row.columns if name.startswith(LATENTS)]
-
-
-def sizes_of(spec: TableSpec, names: list[str]) -> dict[str, int]:
-    """Bytes of the files of some columns."""
-    columns = spec.row.columns
-    return sizes({name: columns[name] for name in names}, spec.max_envs, spec.capacity)
-
-
-def damage(files: Files, spec: TableSpec, state: Mapping[str, Any]) -> list[str]:
-    """Why the rows of a table cannot be trusted, a clause each; empty where they can."""
-    clean, boot = state["clean"], state["boot"]
-    if not clean and boot != boot_id():
-        return ["the machine was started anew and the service was not stopped before, so its newest rows are lost"]
-    # after a clean stop latents lie beside the rows
-    saved = Files(files.rows, files.rows, create=False) if clean else files
-    return saved.damage(sizes_of(spec, list(spec.row.columns)))
-
-
-def lock_directory(directory: Path) -> int:
-    """Locks a folder for this process; returns the descriptor. Raises OSError naming who has it."""
-    path = directory / "lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    for attempt in reversed(range(LOCK_ATTEMPTS)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as error:
-            if attempt:
-                time.sleep(LOCK_PAUSE)
-                continue
-            owner = os.read(descriptor, 32).decode() or "unknown"
-            os.close(descriptor)
-            text = f"process {owner} already serves this folder; stop it, or give --directory another one"
-            raise OSError(errno.EBUSY, text, str(directory)) from error
-    os.truncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
-
-
-def is_locked(path: Path) -> bool:
-    """Whether some process holds this lock; False where there is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def boot_id() -> str:
-    """Changes whenever the machine is started."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's if that is less."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(path).exists() and (text := Path(path).read_text().strip()) != "max":
-            limits.append(int(text))
-    return min(limits)
 
 
 # specs

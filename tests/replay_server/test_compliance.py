@@ -781,7 +781,7 @@ def test_unknown_marks_are_named(make):
 def test_a_name_that_is_no_file_name_is_refused(make, name):
     table = make(EPISODES, 1, 20)
     for call in (table.replay.mark, table.replay.restore, table.replay.forget):
-        with pytest.raises(ValueError, match="must consist of letters, digits, '_' and '-'"):
+        with pytest.raises(ValueError, match="must be 1 to 64 letters, digits, '_' and '-'"):
             call(name)
 
 

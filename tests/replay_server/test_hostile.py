@@ -210,6 +210,13 @@ def test_header_that_would_take_memory(case):
     refused(case, INVALID, "at most 1048576 are read", "Append", frame.SerializeToString())
 
 
+@pytest.mark.parametrize("method", sorted({*ALL} - {"Append", "WriteBack"}))
+def test_request_that_would_take_memory(case, method):
+    """It is refused before it is parsed: what it holds are columns of nothing, or fields that nobody knows."""
+    message = replay_pb2.ConfigureRequest(spec={"row": {"obs": [{}] * 600_000}}).SerializeToString()
+    refused(case, INVALID, f"a {method}Request of {len(message)} bytes is too large; at most 1048576", method, message)
+
+
 def test_message_beyond_the_bound(case):
     message = replay_pb2.Frame(payload=bytes(security.MAX_MESSAGE_BYTES)).SerializeToString()
     # its own client would refuse to send it

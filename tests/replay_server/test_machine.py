@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import replay_server
+from replay_server.store import Chosen
 from replay_server.table import Table, Tables
 from telamon.data import Window, WindowSpec, WriteBack, from_columns, to_columns
 from telamon.replay import Purpose, ReplayStats, StreamSuperseded, TableSpec, TickGap
@@ -208,12 +209,16 @@ class Model(History):
         )
 
 
-def served(table: Table, env_id: np.ndarray, first_row: np.ndarray) -> Window:
+def served(table: Table, chosen: Chosen) -> Window:
     """Chosen windows, gathered."""
-    env_id, first_row = env_id.astype(np.int64), first_row.astype(np.int64)
-    out = {name: np.empty((env_id.size, *shape), dtype) for name, (shape, dtype) in table.served.items()}
-    table.fill(env_id, first_row, out, "report")
-    return Window(env_id=env_id.astype(np.int32), first_row=first_row, **from_columns(out))
+    out = {name: np.empty((chosen.env_id.size, *shape), dtype) for name, (shape, dtype) in table.served.items()}
+    table.fill(chosen, out)
+    return Window(env_id=chosen.env_id.astype(np.int32), first_row=chosen.first_row, **from_columns(out))
+
+
+def by_hand(table: Table, env_id: np.ndarray, first_row: np.ndarray) -> Chosen:
+    """Windows as if they had been drawn."""
+    return Chosen(env_id.astype(np.int64), first_row.astype(np.int64), "report", table._store._content)
 
 
 def contents(table: Table, model: Model) -> None:
@@ -222,7 +227,7 @@ def contents(table: Table, model: Model) -> None:
     places = [(e, r) for e, f in enumerate(model.flags) for r in range(model.tail(e), len(f) - length + 1)]
     if not places:
         return
-    window = served(table, *np.array(places).T)
+    window = served(table, by_hand(table, *np.array(places).T))
     assert list(zip(window.env_id.tolist(), window.first_row.tolist(), strict=True)) == places
     anywhere = copy.copy(model)
     anywhere.window = replace(model.window, start="windows", cross_episodes=True, closed_only=False, last_start=True)
@@ -543,7 +548,7 @@ class Machine(Beside, RuleBasedStateMachine):
                 left[-1].pop(1)
             return left
 
-        window = served(self.table, *self.perform(lambda: self.table.choose(batch, purpose), change, kill, popped))
+        window = served(self.table, self.perform(lambda: self.table.choose(batch, purpose), change, kill, popped))
         self.model.check(window)
         starts = list(zip(window.env_id.tolist(), window.first_row.tolist(), strict=True))
         assert starts[: len(fresh)] == fresh
@@ -765,7 +770,7 @@ def test_a_kill_in_a_write_back_leaves_old_latents_or_new_ones(everywhere):
         everywhere.disk.killed(line)
         everywhere.reopen()
         for e, r in rows:
-            window = served(everywhere.table, np.array([e]), np.array([r]))
+            window = served(everywhere.table, by_hand(everywhere.table, np.array([e]), np.array([r])))
             version, wide = window.latents["version"][0, 0].item(), window.latents["wide"][0, 0, 1, 2].item()
             assert version in (model.versions.get((e, r), 0), 9)
             assert wide in (model.versions.get((e, r), r % 256), 9)
@@ -815,10 +820,11 @@ def test_rows_that_are_overwritten_during_a_gather_are_not_served(beside, window
     def work(line: int) -> bool:
         nonlocal redrawn
         chosen = beside.table.choose(16, "report")
+        drawn = chosen.first_row.copy()
         with meanwhile(line, lambda: beside.grow((line, capacity // 4))) as begun:
-            got = served(beside.table, *chosen)
+            got = served(beside.table, chosen)
         check_window(beside.model, got)
-        redrawn += int((got.first_row != chosen[1]).sum())
+        redrawn += int((got.first_row != drawn).sum())
         return bool(begun)
 
     every_line(work)
@@ -832,8 +838,10 @@ def test_rows_that_are_gathered_during_an_append_are_whole(beside, window):
 
     def work(line: int) -> bool:
         drawn, places = beside.table.choose(16, "report"), np.array(oldest(beside.model)).T  # the latter go now
-        chosen = [np.concatenate(parts) for parts in zip(drawn, places, strict=True)]
-        with meanwhile(line, lambda: served(beside.table, *chosen)) as begun:
+        chosen = by_hand(
+            beside.table, np.concatenate([drawn.env_id, places[0]]), np.concatenate([drawn.first_row, places[1]])
+        )
+        with meanwhile(line, lambda: served(beside.table, chosen)) as begun:
             advance(beside)
         for future in begun:
             check_window(beside.model, future.result())
@@ -879,7 +887,9 @@ def test_a_write_back_is_never_seen_half(beside, first):
     def work(line: int) -> bool:
         rows = [row for age in (6, 5, 4) for row in newest(beside.model, age)]
         back = lambda: write(beside, rows, next(versions) % 256)
-        gather = lambda: served(beside.table, *np.array([row for row in rows if row in newest(beside.model, 6)]).T)
+        gather = lambda: served(
+            beside.table, by_hand(beside.table, *np.array([row for row in rows if row in newest(beside.model, 6)]).T)
+        )
         one, two = (gather, back) if first == "gather" else (back, gather)
         before = copy.deepcopy(beside.model)
         with meanwhile(line, two) as begun:
@@ -936,7 +946,7 @@ def test_windows_are_of_one_past_while_a_table_is_restored(beside, first):
     def work(line: int) -> bool:
         beside.grow((line, 5))
         old, new = beside.model, beside.marks["then"].restored(beside.model.streams)
-        one, two = (lambda: beside.restore("then")), (lambda: served(beside.table, *beside.table.choose(16, "report")))
+        one, two = (lambda: beside.restore("then")), (lambda: served(beside.table, beside.table.choose(16, "report")))
         if first == "sample":
             one, two = two, one
         with meanwhile(line, two) as begun:

@@ -72,13 +72,26 @@ def test_tables_may_come_later():
 
 def test_calls_by_code():
     page = Page()
-    with page.metrics.call("Append", lambda: "OK"):
+    with page.metrics.call("Append", "peer", lambda: "OK"):
         assert page.value("open_calls", method="Append") == 1
-    with pytest.raises(RuntimeError), page.metrics.call("Append", lambda: "INTERNAL"):
+    with pytest.raises(RuntimeError), page.metrics.call("Append", "peer", lambda: "INTERNAL"):
         raise RuntimeError
     assert page.value("open_calls", method="Append") == 0
     assert page.value("calls_total", method="Append", code="OK") == 1
     assert page.value("calls_total", method="Append", code="INTERNAL") == 1
+
+
+def test_connections_with_calls():
+    page = Page()
+    assert page.value("connections") == 0
+    with page.metrics.call("Append", "a", lambda: "OK"), page.metrics.call("Sample", "a", lambda: "OK"):
+        assert page.value("connections") == 1
+        with page.metrics.call("Append", "b", lambda: "OK"):
+            assert page.value("connections") == 2
+        with page.metrics.call("Stats", "a", lambda: "OK"):
+            pass
+        assert page.value("connections") == 1
+    assert page.value("connections") == 0
 
 
 def test_requests_are_timed():

@@ -198,7 +198,7 @@ def test_unknown_marks_are_named(make, tmp_path):
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a.json", "a b"])
 def test_a_name_that_is_no_file_name_is_refused(make, name):
     for verb in ("mark", "restore", "forget"):
-        with pytest.raises(ValueError, match=f"mark name {re.escape(repr(name))} must consist of"):
+        with pytest.raises(ValueError, match=f"mark name {re.escape(repr(name))} must be 1 to 64"):
             getattr(make().store, verb)(name)
 
 

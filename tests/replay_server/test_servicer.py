@@ -130,14 +130,19 @@ def test_generated_stubs_speak_everything(client):
     assert list(client.call("ListMarks").names) == ["later"]
 
 
-def test_a_mark_that_is_damaged_is_data_loss(served, client):
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [(lambda chunk: chunk.write_bytes(chunk.read_bytes()[:-1]), "damaged"), (Path.unlink, "is missing")],
+    ids=["shortened", "missing"],
+)
+def test_a_mark_that_is_damaged_is_data_loss(served, client, harm, text):
     client.append(client.open(), 0, 10)
     client.call("Mark", name="mine")
     for chunk in Path(served.tables.get("main").directory).glob("marks/chunk-*"):
-        chunk.write_bytes(chunk.read_bytes()[:-1])
-    fails(grpc.StatusCode.DATA_LOSS, "damaged", client.call, "Restore", name="mine")
+        harm(chunk)
+    fails(grpc.StatusCode.DATA_LOSS, text, client.call, "Restore", name="mine")
     fails(grpc.StatusCode.NOT_FOUND, "no mark", client.call, "Restore", name="yours")
-    fails(grpc.StatusCode.INVALID_ARGUMENT, "must consist of", client.call, "Restore", name="../mine")
+    fails(grpc.StatusCode.INVALID_ARGUMENT, "must be 1 to 64 letters", client.call, "Restore", name="../mine")
     assert client.rows_held() == 20
 
 
@@ -251,6 +256,82 @@ def test_appends_wait_for_credit(served, client):
     assert value(served, "credit_wait_seconds_total", table="main") > 0.2
 
 
+def test_repeats_wait_for_no_credit(served, client):
+    opened = client.open()
+    client.append(opened, 0, 10)
+    client.call("Grant", rows=20)
+    client.options["timeout"] = 2.0
+    assert client.append(opened, 5, 5) == 9
+    fails(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline", client.append, opened, 8, 3)
+    eventually(lambda: value(served, "open_calls", method="Append") == 0)
+    assert client.rows_held() == 20
+    client.open()
+    fails(grpc.StatusCode.ABORTED, "epoch", client.append, opened, 5, 5)
+
+
+def test_a_grant_in_the_middle_of_a_frame_bounds_the_rest(served, client, monkeypatch):
+    opened = client.open()
+    client.append(opened, 0, 10)
+    table = served.tables.get("main")
+    look, bounds = table.wait_for_credit, [23]
+
+    def grant_after_a_look(timeout):
+        found = look(timeout)
+        if bounds:
+            table.grant(bounds.pop())
+        return found
+
+    monkeypatch.setattr(table, "wait_for_credit", grant_after_a_look)
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(client.append(opened, 10, 10)))
+    waiting.start()
+    eventually(lambda: table.credit == 23 and not look(0.0))
+    assert client.call("Stats").rows == 24  # the last tick began below the bound
+    client.call("Grant", rows=-1)
+    waiting.join(5)
+    assert answers == [19]
+
+
+def test_a_stream_is_not_opened_for_a_client_that_has_gone(served, client):
+    opened = client.open()
+    request = replay_pb2.OpenStreamRequest(table="main", stream="writer", num_envs=2)
+    with served.tables.get("main")._lock:
+        call = client.stub.OpenStream.future(request, **client.options)
+        eventually(lambda: value(served, "busy_requests", method="OpenStream") == 1)
+        call.cancel()
+        assert client.rows_held() == 0  # asked after the goodbye, on the same connection
+    eventually(lambda: value(served, "open_calls", method="OpenStream") == 0)
+    assert client.append(opened, 0) == 0
+
+
+def test_a_request_after_the_end_of_its_table_is_to_be_repeated(tmp_path):
+    with serve_open(tmp_path) as served, Plain(endpoint_of(served.info)) as client:
+        client.configure()
+        opened = client.open()
+        client.append(opened, 0, 10)
+        served.tables.get("main").close()
+        for call in (lambda: client.append(opened, 10), client.open, lambda: client.call("Mark", name="late")):
+            fails(grpc.StatusCode.UNAVAILABLE, "draining", call)
+    with serve_open(tmp_path) as served:
+        assert served.tables.get("main").stats().rows == 20
+
+
+def test_connections_are_counted_while_they_have_calls(served, client, monkeypatch):
+    end = threading.Event()
+    asking = lambda client: client.stub.Sample(iter(end.wait, True), **client.options)
+    calls = [asking(client), asking(client)]
+    options = (*security.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # or one process would share one
+    monkeypatch.setattr(security, "CHANNEL_OPTIONS", options)
+    with Plain(endpoint_of(served.info)) as other:
+        calls.append(asking(other))
+        eventually(lambda: value(served, "open_calls", method="Sample") == 3)
+        assert value(served, "connections") == 2
+        for call in calls:
+            call.cancel()
+        eventually(lambda: value(served, "connections") == 0)
+        end.set()
+
+
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
 def test_an_append_that_nobody_waits_for_ends(served, client, how):
     opened = client.open()
@@ -358,6 +439,15 @@ def test_health_needs_no_token(stranger):
     fails(
         grpc.StatusCode.NOT_FOUND, "NOT_FOUND", health.Check, health_pb2.HealthCheckRequest(service="other"), timeout=5
     )
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [(b"\x0a\x80\x08" + bytes(1024), "1027 bytes is too large; at most 1024"), (b"\x0a", "1 bytes are")],
+)
+def test_health_reads_little_of_strangers(stranger, message, text):
+    check = stranger.unary_unary("/grpc.health.v1.Health/Check")
+    fails(grpc.StatusCode.INVALID_ARGUMENT, text, check, message, timeout=5)
 
 
 def test_strangers_hold_few_threads(served, stranger, client):

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replay_server import durable, streams, table
+from replay_server import durable, folders, streams, table
 from replay_server.storage import Files
 from replay_server.table import Tables
 from telamon.data import ArraySpec, RowSpec, WindowSpec, WriteBack, to_columns
@@ -39,8 +41,10 @@ class Service:
         return self.tables
 
     def kill(self) -> None:
-        """All that SIGKILL does: the lock is let go, and nobody writes any more."""
+        """All that SIGKILL does: locks are let go, and nobody writes any more."""
         os.close(self.tables._lock_file)
+        for _, t in self.tables.items():
+            t._files.release()
 
     def stop(self) -> None:
         self.tables.close()
@@ -104,10 +108,10 @@ def test_windows_after_a_kill_are_not_those_before(service):
     opened = t.open_stream("w", 2)
     for number in range(20):
         tick(t, opened, number)
-    first = t.choose(64)[1].tolist()
+    first = t.choose(64).first_row.tolist()
     service.kill()
     service.start()
-    assert service.tables.get("t").choose(64)[1].tolist() != first
+    assert service.tables.get("t").choose(64).first_row.tolist() != first
 
 
 def test_after_a_clean_stop_no_memory_is_held(service):
@@ -251,7 +255,7 @@ def test_a_full_disk_stores_nothing_and_says_so(service, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"no space for \d+ more bytes of rows \(No space left on device\).*obs%2Fwhere"):
+    with pytest.raises(OSError, match=r"no space for \d+ more bytes of a table \(No space left on device\).*obs%2Fwhere"):
         tick(t, opened, 0)
     assert t.stats().rows == 0
     monkeypatch.setattr(os, "posix_fallocate", real)
@@ -533,13 +537,13 @@ def test_latents_of_tables_that_are_gone_are_removed(service, tmp_path):
     service.table()
     service.kill()
     shutil.rmtree(service.directory / "t")
-    (service.shm / "telamon-latents-ff").mkdir()  # of a process that is just making it: nobody's yet
+    (service.shm / "telamon-table-ff").mkdir()  # of a process that is just making it: nobody's yet
     (tmp_path / "other").mkdir()
     other = Service(tmp_path / "other")
     other.shm = service.shm
     other.kill()
     other.start()
-    assert [path.name for path in service.shm.iterdir()] == ["telamon-latents-ff"]
+    assert [path.name for path in service.shm.iterdir()] == ["telamon-table-ff"]
 
 
 def test_latents_of_a_running_service_stay(service, tmp_path):
@@ -630,8 +634,9 @@ def test_ticks_that_come_together_are_ticks_that_come_alone(service, window, siz
         assert together.stats() == alone.stats()
         assert held(together, 1) == held(alone, 1)
         if alone.stats().items:
-            for mine, others in zip(alone.choose(64), together.choose(64), strict=True):
-                np.testing.assert_array_equal(mine, others)
+            mine, others = alone.choose(64), together.choose(64)
+            np.testing.assert_array_equal(mine.env_id, others.env_id)
+            np.testing.assert_array_equal(mine.first_row, others.first_row)
 
 
 def test_of_ticks_that_come_together_those_that_are_held_are_passed_over(service):
@@ -688,7 +693,7 @@ def test_ticks_go_on_while_a_mark_is_written(service, monkeypatch):
         tick(t, opened, number)
     real, ticked = durable.write_through, [300]
 
-    def write_through(path, data):
+    def write_through(path, data, sync=True):
         if path.name.startswith("chunk") and threading.current_thread() is threading.main_thread():
             thread = threading.Thread(target=tick, args=(t, opened, ticked[0]))
             thread.start()
@@ -697,7 +702,7 @@ def test_ticks_go_on_while_a_mark_is_written(service, monkeypatch):
                 waiting.append(thread)
             else:
                 ticked[0] += 1
-        real(path, data)
+        real(path, data, sync)
 
     waiting: list[threading.Thread] = []
     monkeypatch.setattr(durable, "write_through", write_through)
@@ -721,10 +726,10 @@ def test_a_mark_that_failed_leaves_nothing_out_of_the_next(service, monkeypatch)
         tick(t, opened, number)
     real, calls = durable.write_through, iter(range(100))
 
-    def write_through(path, data):
+    def write_through(path, data, sync=True):
         if path.name.startswith("chunk") and next(calls) == 3:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, data)
+        real(path, data, sync)
 
     monkeypatch.setattr(durable, "write_through", write_through)
     with pytest.raises(OSError, match="No space left"):
@@ -739,7 +744,7 @@ def test_a_mark_that_failed_leaves_nothing_out_of_the_next(service, monkeypatch)
 
 def test_latents_that_an_interrupted_restore_left_are_removed(service, monkeypatch):
     t, _ = filled(service)
-    monkeypatch.setattr(table, "remove_files", lambda files: None)
+    monkeypatch.setattr(folders, "remove_files", lambda files: files.release())
     t.restore("m")
     assert len(list(service.shm.iterdir())) == 2
     monkeypatch.undo()
@@ -747,3 +752,210 @@ def test_latents_that_an_interrupted_restore_left_are_removed(service, monkeypat
     service.start()
     expect(service.tables.get("t"), 25)
     assert len(list(service.shm.iterdir())) == len(list(service.directory.glob("t/rows-*"))) == 1
+
+
+def test_windows_that_were_chosen_before_a_restore_are_those_of_before(service):
+    t = service.table(replace(SPEC, window=WindowSpec(4)))
+    opened = t.open_stream("w", 2)
+    for number in range(5):
+        tick(t, opened, number)
+    t.mark("m")
+    for number in range(5, 20):
+        tick(t, opened, number)
+    chosen = t.choose(64)
+    t.restore("m")
+    out = {name: np.empty((64, *shape), dtype) for name, (shape, dtype) in t.served.items()}
+    t.fill(chosen, out)
+    np.testing.assert_array_equal(out["obs/where"][:, 0, 1], chosen.first_row)
+    assert chosen.first_row.max() > 5
+    assert not out["is_first"][:, 1:].any()
+
+
+# whose latents are whose
+
+
+def copied(service, tmp_path) -> Service:
+    """A service on a copy of the folder, with the same memory."""
+    (tmp_path / "other").mkdir()
+    other = Service.__new__(Service)
+    other.directory, other.shm, other._ids = tmp_path / "other" / "replay", service.shm, service._ids
+    shutil.copytree(service.directory, other.directory)
+    return other
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_copy_of_a_folder_is_not_served_beside_the_original(service, tmp_path, end):
+    filled(service)
+    getattr(service, end)()
+    other = copied(service, tmp_path)
+    service.start()
+    with pytest.raises(ValueError, match=r"belongs to .*/replay/t, of which .*/other/replay/t is a copy; they cannot"):
+        other.start()
+    expect(service.tables.get("t"), 30)
+    shutil.rmtree(service.directory)  # a folder that was moved away
+    service.kill()
+    if end == "kill":
+        other.start()
+        expect(other.tables.get("t"), 30)
+
+
+def test_latents_of_another_mount_namespace_stay(service, tmp_path, monkeypatch):
+    """Where paths mean something else nobody can say that a table is gone."""
+    service.table()
+    service.kill()
+    monkeypatch.setattr(folders, "namespace", lambda: 7)
+    shutil.rmtree(service.directory)
+    folders.sweep_latents(service.shm)
+    assert len(list(service.shm.iterdir())) == 1
+    monkeypatch.undo()
+    folders.sweep_latents(service.shm)
+    assert list(service.shm.iterdir()) == []
+
+
+def test_a_container_that_starts_again_has_its_latents(service, monkeypatch):
+    filled(service)
+    service.kill()
+    monkeypatch.setattr(folders, "namespace", lambda: 7)
+    service.start()
+    expect(service.tables.get("t"), 30)
+
+
+def test_latents_of_a_damaged_table_stay(service):
+    service.table()
+    service.kill()
+    path = service.directory / "t" / "table.json"
+    text = path.read_text()
+    path.write_text(text[:-5])
+    folders.sweep_latents(service.shm)
+    path.write_text(text)
+    service.start()
+    assert service.tables.get("t").stats().rows == 0
+
+
+# ends of a service
+
+
+def test_a_closed_table_takes_nothing(service):
+    t, opened = filled(service)
+    window = latents_of(np.array([0]), np.array([29]), np.array([1]))
+    service.stop()
+    for ask in (
+        lambda: tick(t, opened, 30),
+        lambda: t.write_back(t.incarnation, window),
+        lambda: t.open_stream("w", 2),
+        lambda: t.grant(5),
+        lambda: t.mark("x"),
+        lambda: t.restore("m"),
+    ):
+        with pytest.raises(ConnectionError, match="the server is draining"):
+            ask()
+    service.start()
+    expect(service.tables.get("t"), 30)
+
+
+def test_a_start_that_one_table_refuses_leaves_the_others_stopped(service):
+    for name in ("a", "b"):
+        t = service.tables.configure(name, SPEC, seed=0)
+        tick(t, t.open_stream("w", 2), 0)
+    service.stop()
+    os.truncate(next(service.directory.glob("b/rows-*/reward.bin")), 5)
+    with pytest.raises(ValueError, match="table 'b' is refused"):
+        service.start()
+    assert list(service.shm.iterdir()) == []
+    path = service.directory / "a" / "state.json"
+    state, _ = durable.read_json(path, "state file")
+    durable.write_json(path, {**state, "boot": "another"})
+    shutil.rmtree(service.directory / "b")
+    service.start()
+    expect(service.tables.get("a"), 1)
+
+
+def test_a_request_for_a_stream_that_nobody_waits_for_opens_nothing(service):
+    t = service.table()
+    opened = t.open_stream("w", 2)
+    with pytest.raises(ConnectionError, match="nobody waits for stream 'w' any more"):
+        t.open_stream("w", 2, wanted=lambda: False)
+    assert tick(t, opened, 0) == 0
+
+
+def test_a_bound_that_is_set_during_a_restore_holds(service, monkeypatch):
+    t, _ = filled(service)
+    load, threads = t._store.load, []
+
+    def loading(*args):
+        threads.append(threading.Thread(target=t.grant, args=(99,)))
+        threads[0].start()
+        threads[0].join(0.1)
+        return load(*args)
+
+    monkeypatch.setattr(t._store, "load", loading)
+    t.restore("m")
+    threads[0].join()
+    assert t.credit == 99
+
+
+ON_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+import numpy as np
+from replay_server.table import Tables
+from tests.replay_server.model import rows_of, latents_of
+from tests.replay_server.test_table import SPEC
+from telamon.data import to_columns
+
+root = Path(sys.argv[1])
+make = lambda: Tables(root / "replay", memory_limit=10**9, rng=np.random.default_rng(0), latents_root=root)
+tables = make()
+t = tables.configure("t", SPEC, seed=0)
+opened = t.open_stream("w", 2)
+env = np.arange(2, dtype=np.int32)
+
+def tick(number):
+    row = np.full(2, number)
+    columns = {k: v[None] for k, v in to_columns(rows_of(env, row, row == 0, row < 0)).items()}
+    return t.append("w", opened.epoch, t.incarnation, number, env, columns)
+
+for number in range(8):
+    tick(number)
+t.mark("m")
+with (root / "ballast").open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+t.grant(100)
+t.choose(16)
+t.write_back(t.incarnation, latents_of(np.array([0]), np.array([7]), np.array([1])))
+for number in range(8, 30):
+    tick(number)
+failed = 0
+for ask in (lambda: t.mark("n"), lambda: t.restore("m"), lambda: t.open_stream("v", 1),
+            lambda: tables.configure("u", SPEC, seed=0)):
+    try:
+        ask()
+    except OSError as error:
+        failed += 1
+assert failed == 4, failed
+assert t.stats().rows == 60
+tables.close()
+(root / "ballast").unlink()
+t = make().get("t")
+assert t.stats().rows == 60
+print("fine")
+"""
+
+
+def test_a_disk_that_is_really_full_kills_nobody(tmp_path):
+    """A write to a hole of a mapped file would end the process with SIGBUS."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", small]).returncode:
+        pytest.skip("a small disk takes the right to mount one")
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", ON_A_SMALL_DISK, small], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (run.returncode, run.stdout) == (0, "fine\n"), run.stderr
+    finally:
+        subprocess.run(["umount", small], check=True)
