@@ -938,6 +938,37 @@ def one_of(window: Window, i: int) -> Window:
     return Window(**{name: alone(value) for name, value in vars(window).items()})
 
 
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("act", ["append", "write back"])
+def test_a_mark_is_of_one_moment_while_others_go_on(beside, act, step):
+    """And the next one, which writes only what has changed since, misses nothing of what they did meanwhile."""
+    fill(beside, CONTEXT)
+    versions = itertools.count(10)
+
+    def work(line: int) -> bool:
+        others = {"append": advance, "write back": lambda b: write(b, newest(b.model, 4), next(versions) % 256)}
+        before = copy.deepcopy(beside.model)
+        with meanwhile(line, lambda: others[act](beside)) as begun:
+            beside.table.mark("now")
+        if not begun:
+            others[act](beside)
+        after = beside.model
+        beside.table.mark("again")
+        for name, moments in (("again", [after]), ("now", [before, after])):
+            beside.table.restore(name)
+            which(beside.table, [moment.restored(after.streams) for moment in moments])
+        beside.table.restore("again")
+        beside.salt += 1
+        beside.model = after.restored(after.streams)
+        for stream in beside.model.streams.values():
+            stream.epoch = 0
+        for name, known in list(beside.model.streams.items()):
+            beside.open_stream(name, known.num_envs)
+        return bool(begun)
+
+    every_line(work, step)
+
+
 @pytest.mark.parametrize("first", ["restore", "sample"])
 def test_windows_are_of_one_past_while_a_table_is_restored(beside, first):
     fill(beside, PLAIN)
