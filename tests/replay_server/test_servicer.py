@@ -260,10 +260,11 @@ def test_repeats_wait_for_no_credit(served, client):
     opened = client.open()
     client.append(opened, 0, 10)
     client.call("Grant", rows=20)
-    client.options["timeout"] = 2.0
     assert client.append(opened, 5, 5) == 9
+    client.options["timeout"] = 0.5
     fails(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline", client.append, opened, 8, 3)
     eventually(lambda: value(served, "open_calls", method="Append") == 0)
+    client.options["timeout"] = 10.0
     assert client.rows_held() == 20
     client.open()
     fails(grpc.StatusCode.ABORTED, "epoch", client.append, opened, 5, 5)
