@@ -359,6 +359,29 @@ def to_columns(rows: Rows) -> dict[str, np.ndarray]:
     }
 
 
+def check_columns(
+    columns: Mapping[str, np.ndarray], layout: Mapping[str, tuple[tuple[int, ...], np.dtype]], count: int
+) -> None:
+    """Raises ValueError naming the first column that is missing, unknown, or not [count, *shape] of its dtype.
+
+    layout: column name -> (shape, dtype) of one row of it.
+    """
+    if columns.keys() != layout.keys():
+        missing = sorted(layout.keys() - columns.keys())
+        unknown = sorted(columns.keys() - layout.keys())
+        raise ValueError(
+            f"columns {missing} are missing and columns {unknown} are unknown; "
+            f"the row spec of this table has {list(layout)}"
+        )
+    for name, (shape, dtype) in layout.items():
+        value = columns[name]
+        if value.shape != (count, *shape) or value.dtype != dtype:
+            raise ValueError(
+                f"column {name!r} is {value.dtype} {list(value.shape)}, "
+                f"but the row spec of this table says {dtype} {[count, *shape]}"
+            )
+
+
 def from_columns(columns: Mapping[str, np.ndarray]) -> dict[str, object]:
     """Flat columns -> keyword arguments of Rows or Window (the inverse of `to_columns`)."""
     out: dict[str, Any] = {"obs": {}, "latents": {}}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from telamon.data import Rows, to_columns
+from telamon.data import Rows, check_columns, to_columns
 from telamon.replay import StreamSuperseded
 from telamon.rpc.codec import FRAME_BYTES, SLOT, Layout, join_frame
 from telamon.rpc.connection import (
@@ -55,24 +55,6 @@ _AGAIN = (*AWAY, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTIC
 
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
 """Codes after which the tick that caused them is dropped."""
-
-
-def check_columns(columns: Mapping[str, np.ndarray], layout: Layout, count: int) -> None:
-    """Raises ValueError naming the first column that is missing, unknown, or not [count, *shape] of its dtype."""
-    if columns.keys() != layout.columns.keys():
-        missing = sorted(layout.columns.keys() - columns.keys())
-        unknown = sorted(columns.keys() - layout.columns.keys())
-        raise ValueError(
-            f"columns {missing} are missing and columns {unknown} are unknown; "
-            f"the row spec of this table has {list(layout.columns)}"
-        )
-    for name, (shape, dtype) in layout.columns.items():
-        value = columns[name]
-        if value.shape != (count, *shape) or value.dtype != dtype:
-            raise ValueError(
-                f"column {name!r} is {value.dtype} {list(value.shape)}, "
-                f"but the row spec of this table says {dtype} {[count, *shape]}"
-            )
 
 
 @dataclass(frozen=True)
@@ -187,7 +169,7 @@ class Appender:
         """
         columns = to_columns(rows)
         self._check_env_id(rows.env_id)
-        check_columns(columns, self._layout, rows.env_id.size)
+        check_columns(columns, self._layout.columns, rows.env_id.size)
         tick = self._encode(rows.env_id, columns)
         with self._lock:
             self._start()

@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from telamon.data import Rows, Window, WriteBack, from_columns
+from telamon.data import Rows, Window, WriteBack, check_columns, from_columns
 from telamon.replay import Purpose, ReplayStats, TableSpec
 from telamon.rpc import codec
-from telamon.rpc.appender import Appender, check_columns
+from telamon.rpc.appender import Appender
 from telamon.rpc.connection import Connection, Deadline, Lane, Loans, Sharing
 from telamon.rpc.security import Endpoint, is_local
 from telamon.rpc.shared import sweep
@@ -138,7 +138,7 @@ class Client:
             **{f"latents/{k}": v for k, v in update.latents.items()},
         }
         count = update.row.size
-        check_columns(columns, self._latents, count)
+        check_columns(columns, self._latents.columns, count)
         if not count:
             return 0
         return self._with_table(

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 _log = logging.getLogger(__name__)
 
-AWAY = (TimeoutError, ConnectionError)
+_NO_ANSWER = (TimeoutError, ConnectionError)
 """What a shard raises that does not answer. Anything else is a mistake and is raised."""
 
 
@@ -285,7 +285,7 @@ class ShardedReplay:
                         _log.warning("event=shard_back shard=%d seconds=%.1f", i, self._clock() - state.away_since)
                         state.items, state.seen, state.away_since = answered.result().items, self._clock(), None
                         continue
-                    if not isinstance(answered.exception(), AWAY):
+                    if not isinstance(answered.exception(), _NO_ANSWER):
                         answered.result()
                 if state.probe is None:
                     state.probe = self._pool.submit(self._shards[i].stats, timeout=self._patience)
@@ -304,7 +304,7 @@ class ShardedReplay:
         for i, future in futures.items():
             try:
                 answers[i] = future.result()
-            except AWAY as error:
+            except _NO_ANSWER as error:
                 answers[i] = None
                 with self._lock:
                     if self._states[i].away_since is None:

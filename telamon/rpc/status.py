@@ -23,7 +23,6 @@ class DataLoss(ValueError):
 TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (DataLoss, grpc.StatusCode.DATA_LOSS),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
-    (TypeError, grpc.StatusCode.INVALID_ARGUMENT),
     (TickGap, grpc.StatusCode.OUT_OF_RANGE),
     (StreamSuperseded, grpc.StatusCode.ABORTED),
     (LookupError, grpc.StatusCode.FAILED_PRECONDITION),
