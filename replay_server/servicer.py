@@ -144,21 +144,19 @@ class _Append(_Stream):
         columns = self.layout.ticks(buffer, header.count, append.ticks, align)
         # copies that are 0 or 1: what is checked must not change in a slot afterwards
         columns |= {name: columns[name].view(np.uint8) != 0 for name in FLAGS}
-        repeats = min(max(0, table.held(append.stream) + 1 - append.tick), append.ticks)
-        held = begin = 0
+        held, done = -1, 0
         try:
-            while begin < append.ticks:
-                if begin < repeats:  # nothing is stored for them, so they need no credit
-                    size = repeats - begin
-                else:  # each tick looks at the credit that the one before it left
+            while done < append.ticks:
+                end = min(table.held(append.stream) + 1 - append.tick, append.ticks)
+                if end <= done:  # none is held already, for which no credit is needed
                     self._wait_for_credit(table)
-                    size = append.ticks - begin if table.credit < 0 else 1
-                part = {name: value[begin : begin + size] for name, value in columns.items()}
-                held = table.append(append.stream, append.epoch, header.incarnation, append.tick + begin, env_id, part)
-                begin += size
+                    end = append.ticks
+                part = {name: value[done:end] for name, value in columns.items()}
+                held = table.append(append.stream, append.epoch, header.incarnation, append.tick + done, env_id, part)
+                done = held + 1 - append.tick
         except Exception as error:
             stored = 0 if isinstance(error, StreamSuperseded) else table.held(append.stream) + 1 - append.tick
-            refused = append.ticks - min(max(begin, stored), append.ticks)
+            refused = append.ticks - min(max(done, stored), append.ticks)
             self.service.metrics.refused(self.name, status_of(error)[0].name, header.count * refused)
             raise
         yield replay_pb2.AppendAck(tick=held).SerializeToString()

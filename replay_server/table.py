@@ -140,7 +140,8 @@ class Table:
         """Adds ticks of a stream, from number `tick` on: a row each of environments `env_id` int32 [N].
 
         columns: [K, N, ...] for K ticks; those that are held are not looked at again. One after another: when one is
-        refused, those before it stay. Returns the highest tick held; what is returned survives SIGKILL.
+        refused, those before it stay. While a bound is set by `grant` it takes the first new one alone, because the
+        next must look at the bound again. Returns the highest tick held; what is returned survives SIGKILL.
         Raises FileNotFoundError for an unknown stream, StreamSuperseded, TickGap, ValueError for rows that contradict
         the specs, and OSError where there is no space; nothing of that tick is stored then.
         """
@@ -154,9 +155,12 @@ class Table:
             if len(lengths := {value.shape[0] for value in columns.values()}) != 1:
                 raise ValueError(f"columns have {sorted(lengths)} ticks; each must have all of the same ticks")
             (ticks,) = lengths
+            if self.credit >= 0:
+                ticks = min(ticks, held + 1)
             begin, size = held, self._block
             while begin < ticks:
-                block = {name: value[begin : begin + size] for name, value in columns.items()}
+                end = min(begin + size, ticks)
+                block = {name: value[begin:end] for name, value in columns.items()}
                 try:
                     self._store.prepare(env_id, block)
                 except (OSError, ValueError):
@@ -166,8 +170,8 @@ class Table:
                     continue
                 self._streams.begin(writer, env_id, self._store.head)
                 self._store.commit(env_id, block)
-                self._streams.end(writer, min(size, ticks - begin))
-                begin += size
+                self._streams.end(writer, end - begin)
+                begin = end
             return self._streams.held(stream)
 
     def held(self, stream: str) -> int:

@@ -56,5 +56,5 @@ def error_of(code: grpc.StatusCode, details: str) -> Exception:
 
 
 def _from_the_system(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether the server may not open some file of its own, which says nothing of the client's right to call."""
-    return kind is PermissionError and isinstance(error, OSError) and error.errno is not None
+    """Whether the server may not open, or does not find, some file of its own: no matter of the client's."""
+    return kind in (PermissionError, FileNotFoundError) and isinstance(error, OSError) and error.errno is not None
