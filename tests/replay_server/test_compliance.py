@@ -54,6 +54,7 @@ def in_process(folder):
 def process(folder):
     with spawn(folder / "process", "--listen", f"unix:{folder}/socket") as server:
         yield server.endpoint
+        server.terminate()  # so that it leaves nothing in memory
 
 
 REMOTES = {
@@ -100,11 +101,15 @@ def starts(window):
 
 def same(one, two):
     """Whether two windows are equal, bit for bit."""
-    for x, y in zip(vars(one).values(), vars(two).values(), strict=True):
-        for key in x if isinstance(x, dict) else [...]:
-            if (x[key].dtype, x[key].shape, x[key].tobytes()) != (y[key].dtype, y[key].shape, y[key].tobytes()):
-                return False
+    for x, y in zip(arrays_of(one), arrays_of(two), strict=True):
+        if (x.dtype, x.shape, x.tobytes()) != (y.dtype, y.shape, y.tobytes()):
+            return False
     return True
+
+
+def arrays_of(window):
+    parts = [part.values() if isinstance(part, dict) else [part] for part in vars(window).values()]
+    return [array for part in parts for array in part if isinstance(array, np.ndarray)]
 
 
 # What is served.
