@@ -386,7 +386,7 @@ def fresh_latents(window: Window, context: int, latents: Mapping[str, Any]) -> W
     count = window.is_first.shape[1] - context
     row = window.first_row[:, None] + context + np.arange(count)
     flat = {k: np.asarray(v).reshape(row.size, *v.shape[2:]) for k, v in latents.items()}
-    return WriteBack(np.repeat(window.env_id, count), row.ravel(), flat)
+    return WriteBack(np.repeat(window.env_id, count), row.ravel(), flat, window.incarnation)
 
 
 def versions() -> dict[str, str]:

@@ -333,6 +333,8 @@ class Window:
     is_terminal: np.ndarray
     action: np.ndarray | Mapping[str, np.ndarray]
     latents: Mapping[str, np.ndarray] = field(default_factory=dict)
+    incarnation: int = 0
+    """Which past of the table the rows belong to; 0: the present one. No array: what jit is given has lost it."""
 
 
 @dataclass(frozen=True)
@@ -342,6 +344,8 @@ class WriteBack:
     env_id: np.ndarray
     row: np.ndarray
     latents: Mapping[str, np.ndarray]
+    incarnation: int = 0
+    """That of the window that the rows come from; 0: the present one."""
 
 
 def to_columns(rows: Rows) -> dict[str, np.ndarray]:

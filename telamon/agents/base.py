@@ -127,4 +127,5 @@ jax.tree_util.register_dataclass(
     Window,
     data_fields=["env_id", "first_row", "obs", "reward", "is_first", "is_last", "is_terminal", "action", "latents"],
     meta_fields=[],
+    drop_fields=["incarnation"],  # static, it would compile an update anew after every restore
 )

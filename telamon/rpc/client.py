@@ -86,7 +86,6 @@ class Client:
         self._has_sampled = False
         self.items: int | None = None
         """What the last `sample` chose among, or `stats` found; None before."""
-        self._sampled_incarnation: int | None = None
 
         self._connection = Connection(endpoint)
         wanted = is_local(endpoint.address) if shared_memory is None else shared_memory
@@ -123,15 +122,20 @@ class Client:
         deadline = self._deadline(timeout)
         if not 1 <= batch < 2**32:
             raise ValueError(f"a batch of {batch} windows is none; batch must be 1 to {2**32 - 1}")
-        columns = self._with_table(
+        columns, incarnation = self._with_table(
             lambda: self._sampling.exchange(lambda: self._draw(batch, purpose, deadline), deadline), deadline
         )
         fields = from_columns({name: columns[name] for name in self._names})
-        return Window(env_id=columns["env_id"], first_row=columns["first_row"], **fields)  # type: ignore[arg-type]  # each field its array or dict
+        env_id, first_row = columns["env_id"], columns["first_row"]
+        return Window(env_id=env_id, first_row=first_row, incarnation=incarnation, **fields)  # type: ignore[arg-type]  # each field its array or dict
 
     def write_back(self, update: WriteBack, timeout: float | None = None) -> int:
-        """Replaces latents of rows as they were when this client sampled last; returns how many were still held."""
+        """Replaces latents of rows that are still held; returns how many were.
+
+        `update.incarnation` 0 stands for the one that this client heard of last.
+        """
         deadline = self._deadline(timeout)
+        incarnation = update.incarnation or self._incarnation  # once: a repetition is about the same rows
         columns = {
             "env_id": _integers("env_id", update.env_id, np.int32),
             "row": _integers("row", update.row, np.int64),
@@ -142,7 +146,8 @@ class Client:
         if not count:
             return 0
         return self._with_table(
-            lambda: self._writing.exchange(lambda: self._write(columns, count, deadline), deadline), deadline
+            lambda: self._writing.exchange(lambda: self._write(columns, count, incarnation, deadline), deadline),
+            deadline,
         )
 
     def stats(self, timeout: float | None = None) -> ReplayStats:
@@ -181,7 +186,7 @@ class Client:
         """The table's counts and identity."""
         answer = self._call("Stats", replay_pb2.StatsRequest(table=self._table), self._deadline(timeout))
         stats = codec.stats_from_proto(answer)
-        self.items = stats.items
+        self.items, self._incarnation = stats.items, answer.incarnation
         return TableState(stats, answer.incarnation, answer.num_envs, answer.credit)
 
     def grant(self, rows: int, timeout: float | None = None) -> None:
@@ -261,8 +266,8 @@ class Client:
 
     # Inside of an exchange
 
-    def _draw(self, batch: int, purpose: Purpose, deadline: Deadline) -> dict[str, np.ndarray]:
-        """Columns of `batch` windows, [batch, ...] each."""
+    def _draw(self, batch: int, purpose: Purpose, deadline: Deadline) -> tuple[dict[str, np.ndarray], int]:
+        """Columns of `batch` windows, [batch, ...] each, and their incarnation."""
         layout, lane = self._windows, self._sampling
         # A poll for the first window ends its call each time: it is not worth any memory yet.
         if self._has_sampled or self._sharing.required:
@@ -290,24 +295,23 @@ class Client:
                 for name, value in part.items():
                     out[name][filled : filled + header.count] = value
             filled += header.count
-        self._sampled_incarnation, self.items = header.incarnation, header.windows.items
+        self._incarnation, self.items = header.incarnation, header.windows.items
         self._has_sampled = True
-        return out
+        return out, header.incarnation
 
-    def _write(self, columns: Mapping[str, np.ndarray], count: int, deadline: Deadline) -> int:
+    def _write(self, columns: Mapping[str, np.ndarray], count: int, incarnation: int, deadline: Deadline) -> int:
         """Sends all frames, some of them ahead of their answers; rows that were written."""
         layout, lane = self._latents, self._writing
         ask = lambda memory: codec.join_frame(replay_pb2.Header(shared=memory), ())
         most = max(1, codec.FRAME_BYTES // layout.nbytes(1))
         lane.share(_IN_FLIGHT, layout.nbytes(most, codec.SLOT), ask, deadline)
         loans = Loans(lane.memory)
-        known = self._sampled_incarnation
         written = 0
         for begin, end in codec.frames_of(count, layout.nbytes(1)):
             if len(loans) == _IN_FLIGHT:
                 written += self._written(loans, deadline)
             header = layout.header(end - begin)
-            header.table, header.incarnation = self._table, self._incarnation if known is None else known
+            header.table, header.incarnation = self._table, incarnation
             header.write_back.SetInParent()
             part = {name: value[begin:end] for name, value in columns.items()}
             if (loan := loans.lend(layout.nbytes(end - begin, codec.SLOT))) is None:

@@ -110,6 +110,10 @@ class ShardedReplay:
         self._pool = ThreadPoolExecutor(2 * len(shards), thread_name_prefix="telamon-shards")
         self.dropped_rows = 0
         """Rows of write-backs for shards that were away."""
+        self._pasts: list[tuple[int, ...]] = []
+        """Incarnations of all shards; number n of them is called n + 1 in windows. One more after every restore."""
+        self._drawn_from = (0,) * len(self._shards)
+        """The incarnations that each shard's windows had last; 0 before the first."""
 
     # Replay
 
@@ -148,13 +152,18 @@ class ShardedReplay:
                     self._learn(i, self._shards[i].items or 0)
                     parts[i].append(window)
                     missing -= window.env_id.size
-        return self._join([(i, window) for i, windows in enumerate(parts) for window in windows])
+        return self._join(parts)
 
     def write_back(self, update: WriteBack) -> int:
         """Replaces latents of rows that are still held; returns how many were.
 
-        Those for a shard that is away are dropped and counted.
+        Those for a shard that is away are dropped and counted. Those of a shard that was restored since the window of
+        `update.incarnation` was drawn are stale.
         """
+        with self._lock:
+            if not 0 <= update.incarnation <= len(self._pasts):
+                raise ValueError(f"no window of this replay is of incarnation {update.incarnation}")
+            past = self._pasts[update.incarnation - 1] if update.incarnation else (0,) * len(self._shards)
         home = update.env_id // self._max_envs
         if home.size and not (home.min() >= 0 and home.max() < len(self._shards)):
             raise ValueError(
@@ -168,6 +177,7 @@ class ShardedReplay:
                 update.env_id[mine] - np.int32(i * self._max_envs),
                 update.row[mine],
                 {key: value[mine] for key, value in update.latents.items()},
+                past[i],
             )
             calls[i], rows[i] = partial(self._shards[i].write_back, part, timeout=self._patience), part.row.size
         self._probe()
@@ -321,19 +331,33 @@ class ShardedReplay:
         except LookupError:
             return None
 
-    def _join(self, parts: Sequence[tuple[int, Window]]) -> Window:
-        """Windows of (shard, window), one after the other, with the numbering of all."""
+    def _join(self, parts: Sequence[Sequence[Window]]) -> Window:
+        """The windows of each shard, one after the other, with the numbering of all."""
         columns = [
             {
                 "env_id": window.env_id + np.int32(i * self._max_envs),
                 "first_row": window.first_row,
                 **to_columns(window),  # type: ignore[arg-type]  # which reads what Rows and Window have in common
             }
-            for i, window in parts
+            for i, windows in enumerate(parts)
+            for window in windows
         ]
         joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
         env_id, first_row = joined.pop("env_id"), joined.pop("first_row")
-        return Window(env_id=env_id, first_row=first_row, **from_columns(joined))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+        incarnation = self._past_of(parts)
+        return Window(env_id=env_id, first_row=first_row, incarnation=incarnation, **from_columns(joined))  # type: ignore[arg-type]  # from_columns gives each field its array or dict
+
+    def _past_of(self, parts: Sequence[Sequence[Window]]) -> int:
+        """What stands for the incarnations of the windows of each shard."""
+        with self._lock:
+            # Of a shard that was restored between two draws the older one: then all of its windows count as stale.
+            self._drawn_from = tuple(
+                windows[0].incarnation if windows else last
+                for windows, last in zip(parts, self._drawn_from, strict=True)
+            )
+            if self._drawn_from not in self._pasts:
+                self._pasts.append(self._drawn_from)
+            return self._pasts.index(self._drawn_from) + 1
 
     def _shard_marks(self) -> list[list[str]]:
         return self._all(lambda shard: shard.marks(timeout=self._timeout))

@@ -13,7 +13,7 @@ from deploy import local
 from deploy.config import EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
 from replay_server.store import Store
 from telamon.agents.tdmpc2.agent import TDMPC2
-from telamon.data import ActionSpec, ArraySpec, EnvSpec, Schedule, TrainRatio
+from telamon.data import ActionSpec, ArraySpec, EnvSpec, Schedule, TrainRatio, Window
 from telamon.envs import counting
 from telamon.keys import Stream, stream
 from tests.harness import TINY, lines, probing, rows
@@ -240,6 +240,12 @@ def test_fresh_latents_reach_their_rows(monkeypatch, tmp_path, nan_share):
         assert np.unique(made).size > 5
     for line in lines(tmp_path / "run"):
         assert line.get("learner/misplaced", 0) == 0
+
+
+def test_fresh_latents_are_of_the_past_of_their_window():
+    flags = np.zeros((2, 4), bool)
+    window = Window(np.zeros(2, np.int32), np.arange(2), {}, flags, flags, flags, flags, flags, {}, incarnation=7)
+    assert local.fresh_latents(window, 1, {"made": np.zeros((2, 3))}).incarnation == 7
 
 
 @pytest.mark.parametrize("kind", [Probe, Remembering])

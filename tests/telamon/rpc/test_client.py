@@ -608,10 +608,50 @@ def test_a_write_back_for_a_restored_table_is_stale(connect):
     window = writer.client.sample(5)
     writer.client.mark("m")
     writer.client.restore("m")
-    assert writer.client.write_back(latents_of(window.env_id, window.first_row, window.first_row)) == 0
+    late = replace(latents_of(window.env_id, window.first_row, window.first_row), incarnation=window.incarnation)
+    assert writer.client.write_back(late) == 0
     window = writer.client.sample(5)
-    assert writer.client.write_back(latents_of(window.env_id, window.first_row, window.first_row)) == 5
-    assert writer.client.stats().stale == 5
+    assert writer.client.write_back(late) == 0, "it is still of the other window"
+    update = latents_of(window.env_id, window.first_row, window.first_row)
+    assert writer.client.write_back(replace(update, incarnation=window.incarnation)) == 5
+    assert writer.client.write_back(update) == 5
+    assert writer.client.stats().stale == 10
+
+
+def test_a_sampler_hears_of_what_others_restored(connect):
+    """What is of no window in particular is of the present, whoever restored the table."""
+    writer = Writer(connect(stream="w", num_envs=ENVS))
+    writer.episode(8)
+    writer.client.mark("m")
+    reader = connect()
+    reader.sample(5)
+    writer.client.restore("m")
+    for hear in (lambda: reader.sample(5), reader.stats):
+        writer.client.restore("m")
+        assert reader.write_back(latents_of(np.zeros(1, int), np.arange(1), np.arange(1))) == 0
+        hear()
+        assert reader.write_back(latents_of(np.zeros(1, int), np.arange(1), np.arange(1))) == 1
+
+
+def test_a_repeated_write_back_stays_what_it_was(connect, site, monkeypatch):
+    """It waits for a server that comes back restored, and another thread of the client samples meanwhile."""
+    writer = Writer(connect(stream="w", num_envs=ENVS))
+    writer.episode(8)
+    writer.client.mark("m")
+    client = connect()
+    window = client.sample(5)
+    update = latents_of(window.env_id, window.first_row, window.first_row)
+    write_back = site.table.write_back
+
+    def fail(*_):
+        monkeypatch.setattr(site.table, "write_back", write_back)
+        writer.client.restore("m")
+        client.sample(5)
+        raise ConnectionError("the server stops")
+
+    for incarnation in (0, window.incarnation):
+        monkeypatch.setattr(site.table, "write_back", fail)
+        assert client.write_back(replace(update, incarnation=incarnation)) == 0
 
 
 def test_a_sampler_of_a_table_that_is_no_more(connect, site):

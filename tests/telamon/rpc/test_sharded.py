@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -83,6 +83,30 @@ def test_write_backs_find_their_shards(shards):
     for wrong in (-1, 3 * MAX_ENVS):
         with pytest.raises(ValueError, match="environments 0 to 11"):
             replay.write_back(latents_of(np.array([0, wrong]), np.array([0, 0]), np.array([0, 0])))
+    replay.close()
+
+
+def test_what_was_drawn_before_a_restore_is_stale_there_alone(shards):
+    replay = sharded(shards)
+    shards[2].mark("m")
+    old = replay.sample(60)
+    update = replace(latents_of(old.env_id, old.first_row, old.first_row), incarnation=old.incarnation)
+    assert replay.write_back(update) == 60
+    restored = int((old.env_id // MAX_ENVS == 2).sum())
+    assert 0 < restored < 60
+    for _ in range(2):
+        shards[2].restore("m")
+        new = replay.sample(60)
+        assert new.incarnation != old.incarnation
+        assert replay.write_back(update) == 60 - restored
+        fresh = latents_of(new.env_id, new.first_row, new.first_row)
+        for incarnation in (0, new.incarnation):
+            assert replay.write_back(replace(fresh, incarnation=incarnation)) == 60
+    assert [client.stats().stale for client in shards] == [0, 0, restored]  # since the mark, which counts too
+    assert replay.sample(60).incarnation == new.incarnation, "it changes with the shards alone"
+    for unknown in (-1, 4):
+        with pytest.raises(ValueError, match=f"of incarnation {unknown}"):
+            replay.write_back(replace(update, incarnation=unknown))
     replay.close()
 
 
@@ -177,6 +201,9 @@ class Fake:
         self.offers = items
         self.away = threading.Event()
         self.asked = 0
+        self.pasts = [0]
+        """Incarnations of the next windows; the last one stays."""
+        self.written: list[WriteBack] = []
 
     def _answer(self, timeout: float) -> None:
         self.asked += 1
@@ -204,10 +231,12 @@ class Fake:
             rows.is_last,
             rows.is_terminal,
             rows.action,
+            incarnation=self.pasts.pop(0) if len(self.pasts) > 1 else self.pasts[0],
         )
 
     def write_back(self, update, timeout=None):
         self._answer(timeout)
+        self.written.append(update)
         return update.row.size
 
     def __exit__(self, *_):
@@ -262,6 +291,21 @@ def test_a_shard_that_has_run_dry_leaves_its_part_to_the_others():
     assert not replay.can_sample()
     with pytest.raises(ValueError, match="batch of 0"):
         replay.sample(0)
+    replay.close()
+
+
+def test_a_shard_that_is_restored_within_a_batch():
+    """Its windows count as those of the older past: none of them reaches rows that it was not made from."""
+    shards = [Fake(10), Fake(10)]
+    replay = sharded(shards, clock=lambda: 0.0)
+    assert replay.can_sample()
+    shards[0].offers = 0  # so that its part is drawn from the other one, later
+    shards[1].pasts = [3, 4]
+    window = replay.sample(40)
+    assert len(shards[1].pasts) == 1
+    replay.write_back(WriteBack(window.env_id, window.first_row, {}, window.incarnation))
+    replay.write_back(WriteBack(window.env_id, window.first_row, {}, replay.sample(1).incarnation))
+    assert [update.incarnation for update in shards[1].written] == [3, 4]
     replay.close()
 
 
