@@ -6,7 +6,8 @@ iterator of requests runs in a thread of gRPC's, and both, like every caller of 
 
 A ring must not splice rows that did not follow one another. So when the table turns out to be another one than the
 rows in the buffer were made for (it was restored by somebody, or came back empty), the rows of each environment are
-dropped until one that begins an episode, and counted.
+dropped until one that begins an episode, and counted. The same holds for rows that were appended behind a tick that the
+server refused, before their writer could know of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from telamon.data import Rows, check_columns, to_columns
 from telamon.replay import StreamSuperseded
-from telamon.rpc.codec import FRAME_BYTES, SLOT, Layout, join_frame
+from telamon.rpc.codec import FRAME_BYTES, MAX_PAYLOAD_BYTES, SLOT, Layout, join_frame
 from telamon.rpc.connection import (
     AWAY,
     ENDED,
@@ -91,13 +92,18 @@ class Appender:
                 f"num_envs={num_envs} and buffer_ticks={buffer_ticks}: "
                 "a writer has at least one environment and a buffer of at least 0 ticks"
             )
+        if (size := layout.nbytes(num_envs)) > MAX_PAYLOAD_BYTES:
+            raise ValueError(
+                f"a tick of {num_envs} environments takes {size} bytes; a message carries at most {MAX_PAYLOAD_BYTES}, "
+                "so lower num_envs"
+            )
         self._connection, self._sharing = connection, sharing
         self._layout, self._configure = layout, configure
         self._table, self._stream = table, stream
         self._num_envs, self._buffer_ticks = num_envs, buffer_ticks
         self._where = f"address={connection.address} table={table} stream={stream}"
         self.lost_rows = 0
-        """Rows dropped because rows before them were lost with the table that they were made for."""
+        """Rows dropped because rows before them were lost with the table that they were made for, or refused."""
 
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -116,6 +122,8 @@ class Appender:
         self._opened: replay_pb2.OpenStreamResponse | None = None
         self._broken = np.zeros(num_envs, bool)
         """Environments whose rows are dropped until one is_first."""
+        self._refused = np.zeros(num_envs, bool)
+        """Environments whose newest row was refused, which their writer does not know yet."""
         self._gap = False
         """Whether the next opening finds another table than the ticks were made for."""
 
@@ -147,15 +155,8 @@ class Appender:
             self._opened, self._next_tick = opened, opened.next_tick
             self._rewind()
             if self._gap:
-                self._broken[:] = True
-                lost = self.lost_rows
-                whole = [self._whole_episodes(tick) for tick in self._unsent]
-                self._unsent = deque(tick for tick in whole if tick is not None)
+                self._break(slice(None), "the table is a new one")
                 self._gap = False
-                _log.warning(
-                    "event=rows_lost %s waiting_rows=%d reason='the table is a new one; rows are dropped until each "
-                    "environment begins an episode'", self._where, self.lost_rows - lost,
-                )  # fmt: skip
                 self._room.notify_all()
         return opened
 
@@ -173,6 +174,9 @@ class Appender:
         tick = self._encode(rows.env_id, columns)
         with self._lock:
             self._start()
+            if self._refused.any():
+                self._break(self._refused, "the server refused a tick before them")
+                self._refused[:] = False
             if (whole := self._whole_episodes(tick)) is not None:
                 self._unsent.append(whole)
                 self._notify_sender()
@@ -201,7 +205,7 @@ class Appender:
                 self._unsent.clear()
                 self._sent.clear()
                 self._failed.clear()
-                self._broken[:] = False
+                self._broken[:] = self._refused[:] = False
                 self._opened, self._gap, self._careful = None, False, 0
                 self._room.notify_all()
 
@@ -242,7 +246,10 @@ class Appender:
         """Until at most `limit` ticks are unacknowledged."""
         while True:
             if self._failed:
-                raise self._failed.popleft()
+                error = self._failed.popleft()
+                if not self._failed:
+                    self._refused[:] = False  # the writer knows of all, and may go on as it likes
+                raise error
             self._check_over()
             if self.waiting <= limit:
                 return
@@ -270,6 +277,17 @@ class Appender:
         if keep.all() or not keep.any():
             return tick if keep.all() else None
         return self._encode(tick.env_id[keep], {name: value[keep] for name, value in columns.items()})
+
+    def _break(self, envs: np.ndarray | slice, reason: str) -> None:
+        """Rows of these environments are lost: drops those behind them, now and later, until an episode begins."""
+        self._broken[envs] = True
+        lost = self.lost_rows
+        whole = [self._whole_episodes(tick) for tick in self._unsent]
+        self._unsent = deque(tick for tick in whole if tick is not None)
+        _log.warning(
+            "event=rows_lost %s waiting_rows=%d reason='%s; rows are dropped until each environment begins an episode'",
+            self._where, self.lost_rows - lost, reason,
+        )  # fmt: skip
 
     def _is_due(self) -> bool:
         """Whether a frame is to be sent: a full one, or any while none is under way. So frames fill under load."""
@@ -470,9 +488,13 @@ class Appender:
             if len(self._sent) > 1:
                 self._careful = len(self._sent)
                 return None
-            self._sent.clear()
+            env_id = self._sent.popleft().env_id
             self._careful = max(0, self._careful - 1)
             self._failed.append(error)
+            if self._unsent:
+                self._break(env_id, "the server refused a tick before them")
+            else:
+                self._refused[env_id] = True
             if code is grpc.StatusCode.INTERNAL:
                 self._opened = None  # whether the server holds it is what the next opening says
             self._room.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -15,7 +16,7 @@ from telamon.data import Rows, Window, WriteBack, check_columns, from_columns
 from telamon.replay import Purpose, ReplayStats, TableSpec
 from telamon.rpc import codec
 from telamon.rpc.appender import Appender
-from telamon.rpc.connection import Connection, Deadline, Lane, Loans, Sharing
+from telamon.rpc.connection import Connection, Deadline, Lane, Loans, Sharing, delays
 from telamon.rpc.security import Endpoint, is_local
 from telamon.rpc.shared import sweep
 from telamon.rpc.v1 import replay_pb2
@@ -30,6 +31,9 @@ PURPOSES: dict[Purpose, replay_pb2.Purpose] = {
 }
 _IN_FLIGHT = 4
 """Frames of a write-back that wait for their answers at once."""
+
+LONG_SECONDS = 3600.0
+"""Of a mark or a restore: a table of 100 GB, written or read with checksums at 30 MB/s."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Client:
     that only samples. num_envs: environments of the writer. They are 0 to num_envs - 1 in the rows that are appended;
     sampled windows have the table's numbers.
     timeout: seconds that every call waits for its answer, also while the server is away; then it raises TimeoutError.
+    `mark` and `restore`, which take as long as the table is large, wait for LONG_SECONDS once the server is there.
     buffer_ticks: how many ticks may be unacknowledged when `append` returns; 0: none, so that what is sampled after it
     does not depend on time. An error of a buffered tick is raised by the next `append` or `flush` (`Appender.append`).
     shared_memory: whether windows come through memory that is shared with the server; None: if it is on this host and
@@ -158,7 +163,8 @@ class Client:
         deadline = self._deadline(timeout)
         if self._writer is not None:
             self._writer.flush(deadline)
-        self._call("Mark", replay_pb2.MarkRequest(table=self._table, name=name), deadline)
+        given = None if timeout is None else deadline
+        self._long_call("Mark", replay_pb2.MarkRequest(table=self._table, name=name), given)
 
     def restore(self, name: str, timeout: float | None = None) -> None:
         """Returns to a mark. What this client appended since is undone, and its next rows continue those of the mark.
@@ -166,11 +172,12 @@ class Client:
         Raises FileNotFoundError or ValueError naming what is missing or damaged; then nothing has changed.
         """
         request = replay_pb2.RestoreRequest(table=self._table, name=name)
+        given = None if timeout is None else Deadline(timeout)
         if self._writer is None:
-            self._incarnation = self._call("Restore", request, self._deadline(timeout)).incarnation
+            self._incarnation = self._long_call("Restore", request, given).incarnation
             return
         with self._writer.restoring() as restored:
-            self._incarnation = self._call("Restore", request, self._deadline(timeout)).incarnation
+            self._incarnation = self._long_call("Restore", request, given).incarnation
             restored()
 
     def marks(self, timeout: float | None = None) -> list[str]:
@@ -178,7 +185,11 @@ class Client:
         return list(self._call("ListMarks", request, self._deadline(timeout)).names)
 
     def forget(self, name: str, timeout: float | None = None) -> None:
-        self._call("Forget", replay_pb2.ForgetRequest(table=self._table, name=name), self._deadline(timeout))
+        deadline = self._deadline(timeout)
+        if name not in self._call("ListMarks", replay_pb2.ListMarksRequest(table=self._table), deadline).names:
+            raise FileNotFoundError(f"there is no mark {name!r} in table {self._table!r}")
+        with suppress(FileNotFoundError):  # a call whose answer was lost had done it
+            self._call("Forget", replay_pb2.ForgetRequest(table=self._table, name=name), deadline)
 
     # What only a service has
 
@@ -246,6 +257,19 @@ class Client:
 
     def _call(self, method: str, request: object, deadline: Deadline) -> Any:
         return self._with_table(lambda: self._connection.call(method, request, deadline), deadline)
+
+    def _long_call(self, method: str, request: object, given: Deadline | None) -> Any:
+        """As `_call`; without a deadline the answer has LONG_SECONDS, and a server that is away the usual time-out."""
+        if given is not None:
+            return self._call(method, request, given)
+        deadline = Deadline(LONG_SECONDS)
+        for delay in delays():
+            self.state()  # raises TimeoutError where nobody answers
+            try:
+                return self._with_table(lambda: self._connection.call_once(method, request, deadline), deadline)
+            except ConnectionError:
+                self._connection.pause(delay, deadline)
+        raise AssertionError("delays never end")
 
     def _with_table(self, ask: Callable[[], Answer], deadline: Deadline) -> Answer:
         """What `ask` gives; once more if the server had lost the table."""

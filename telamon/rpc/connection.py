@@ -92,19 +92,24 @@ class Connection:
         Raises TimeoutError naming the address, and what `telamon.rpc.status` makes of any other code.
         """
         for delay in delays():
-            self._check_open()
             try:
-                return getattr(self._stub, method)(
-                    request, timeout=max(deadline.left, 1e-3), metadata=self._metadata, wait_for_ready=True
-                )
-            except grpc.RpcError as error:
-                failure = failure_of(error)
-            if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise self.late(deadline)
-            if failure.code not in AWAY:
-                raise failure.error()
-            self.pause(delay, deadline)
+                return self.call_once(method, request, deadline, wait=True)
+            except ConnectionError:
+                self.pause(delay, deadline)
         raise AssertionError("delays never end")
+
+    def call_once(self, method: str, request: Any, deadline: Deadline, wait: bool = False) -> Any:
+        """As `call`, but raises ConnectionError when the server goes away, or, unless it is to `wait`, is away."""
+        self._check_open()
+        try:
+            return getattr(self._stub, method)(
+                request, timeout=max(deadline.left, 1e-3), metadata=self._metadata, wait_for_ready=wait
+            )
+        except grpc.RpcError as error:
+            failure = failure_of(error)
+        if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise self.late(deadline)
+        raise ConnectionError(failure.details) if failure.code in AWAY else failure.error()
 
     def stream(self, method: str, requests: Iterator[bytes]) -> Any:
         """Opens a bidirectional call of serialised messages: an iterator over the answers, which can be cancelled."""

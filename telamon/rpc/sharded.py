@@ -207,14 +207,15 @@ class ShardedReplay:
 
     def mark(self, name: str) -> None:
         """Makes the present state of every shard restorable; only `marks` that all of them have count."""
-        self._all(lambda shard: shard.mark(name, timeout=self._timeout))
+        self._shard_marks()  # raises TimeoutError where one is away; to mark takes as long as it takes
+        self._all(lambda shard: shard.mark(name))
 
     def restore(self, name: str) -> None:
         """Returns every shard to a mark. Raises FileNotFoundError naming the shards that lack it; none changes then."""
         lack = [i for i, names in enumerate(self._shard_marks()) if name not in names]
         if lack:
             raise FileNotFoundError(f"there is no mark {name!r} on shards {lack} of {len(self._shards)}")
-        self._all(lambda shard: shard.restore(name, timeout=self._timeout))
+        self._all(lambda shard: shard.restore(name))
         with self._lock:
             for state in self._states:
                 state.seen = -np.inf

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from concurrent import futures
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from replay_server.__main__ import Served
 from telamon.data import ArraySpec, Rows, RowSpec, WriteBack
 from telamon.replay import StreamSuperseded, TableSpec
 from telamon.rpc import codec
+from telamon.rpc.appender import Appender
 from telamon.rpc.client import Client
 from telamon.rpc.connection import Loans
 from telamon.rpc.security import Endpoint
@@ -266,7 +267,7 @@ def test_a_killed_server_has_everything_once(tmp_path, connect):
             for _ in range(3):
                 rows = client.stats().rows
                 while client.stats().rows < rows + 200:
-                    pass
+                    assert not appending.done()
                 server.kill()
                 server = spawn(*options)
         finally:
@@ -473,6 +474,65 @@ def test_a_refused_tick_in_a_buffer_takes_no_other_with_it(connect, site):
     writer.check(site.table)
 
 
+@pytest.mark.parametrize("waiting", [True, False])
+def test_rows_behind_a_refused_tick_are_not_spliced(connect, site, caplog, waiting):
+    """Whether they wait when it is refused, or are appended before the caller has learnt of it."""
+    writer = Writer(connect(stream="w", num_envs=ENVS, buffer_ticks=100))
+    client = writer.client
+    writer.episode()
+    for i in range(3):
+        writer.tick(is_first=i == 0)
+    client.flush()
+    append, refuse = site.table.append, 9
+
+    def refuse_one(*arguments):
+        if (arguments[-1]["obs/where"][..., 1] == refuse).any():
+            raise ValueError("a bad tick")
+        return append(*arguments)
+
+    site.table.append = refuse_one
+    if waiting:
+        client.grant(0)
+    client.append(mixed([False, False], refuse))
+    if not waiting:
+        while client._writer.waiting:
+            time.sleep(0.001)
+    learn = lambda: pytest.raises(ValueError, match="a bad tick")
+    with nullcontext() if waiting else learn():
+        client.append(mixed([False, False], 10))
+    client.append(mixed([False, False], 11))
+    client.append(mixed([False, True], 12))
+    client.append(mixed([True, False], 13))
+    client.grant(-1)
+    with learn() if waiting else nullcontext():
+        client.flush()
+    client.flush()
+    assert client.lost_rows == 2 + 2 + 1  # of both environments 10 and 11, of one 12
+    assert site.table.stats().rows == 9 * ENVS + 1 + 2
+    held = [site.table._store._content.ring.held("obs/where", env)[:, 1].tolist() for env in range(ENVS)]
+    assert held == [[*range(9), 13], [*range(9), 12, 13]]
+    assert len([message for message in caplog.messages if "rows_lost" in message]) == 1
+
+
+def test_who_knows_of_a_refused_tick_goes_on_behind_it(connect, site):
+    """As with a replay in the same process: an episode of which one tick was never made."""
+    writer = Writer(connect(stream="w", num_envs=ENVS))
+    writer.tick(is_first=True)
+    append = site.table.append
+
+    def fail(*_):
+        raise ValueError("a bad tick")
+
+    site.table.append = fail
+    with pytest.raises(ValueError, match="a bad tick"):
+        writer.client.append(mixed([False, False], 77))
+    site.table.append = append
+    for _ in range(4):
+        writer.tick()
+    assert writer.client.lost_rows == 0
+    writer.check(site.table)
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_defect_of_the_server_neither_loses_nor_doubles_the_other_ticks(connect, site, monkeypatch, stored):
     """It may fail before or after it has stored the tick; the client cannot know."""
@@ -602,6 +662,47 @@ def test_a_restore_that_fails_changes_nothing(connect, site):
     writer.check(site.table)
 
 
+def test_a_mark_and_a_restore_take_as_long_as_they_take(connect, site, monkeypatch):
+    """Their work has a bound of its own, a server that is away the usual one, and what the caller says holds."""
+    writer = Writer(connect(stream="w", num_envs=ENVS))
+    writer.episode()
+    client = connect(timeout=MOMENT)
+    for name in ("mark", "restore"):
+        work = getattr(site.table, name)
+        monkeypatch.setattr(site.table, name, lambda mark, work=work: (time.sleep(2 * MOMENT), work(mark)))
+        getattr(client, name)("m")
+        with pytest.raises(TimeoutError, match=f"within {MOMENT:g} s"):
+            getattr(client, name)("m", timeout=MOMENT)
+    monkeypatch.setattr("telamon.rpc.client.LONG_SECONDS", MOMENT)
+    with pytest.raises(TimeoutError, match=f"within {MOMENT:g} s"):
+        client.mark("m")
+    site.stop()
+    monkeypatch.setattr("telamon.rpc.client.LONG_SECONDS", 60.0)
+    for call in (client.mark, client.restore):
+        with pytest.raises(TimeoutError, match=f"within {MOMENT:g} s"):
+            call("m")
+    site.start()
+
+
+@pytest.mark.parametrize("call", ["mark", "restore", "forget"])
+def test_an_answer_that_is_lost_is_asked_for_again(connect, site, monkeypatch, call):
+    """The server does it, and is gone before it can say so."""
+    client = connect()
+    client.mark("m")
+    work, asked = getattr(site.table, call), []
+
+    def do(name):
+        asked.append(name)
+        work(name)
+        if len(asked) == 1:
+            raise ConnectionError("the server stops")
+
+    monkeypatch.setattr(site.table, call, do)
+    getattr(client, call)("m")
+    assert asked == ["m", "m"]
+    assert client.marks() == ([] if call == "forget" else ["m"])
+
+
 def test_a_write_back_for_a_restored_table_is_stale(connect):
     writer = Writer(connect(stream="w", num_envs=ENVS))
     writer.episode(8)
@@ -725,6 +826,12 @@ def test_what_cannot_be_asked(connect):
         reader.sample(0)
     with pytest.raises(ValueError, match="num_envs=0"):
         connect(stream="w")
+    large = TableSpec(RowSpec((("x", ArraySpec((2**20,), "int64")),), ArraySpec(())), WINDOWS, 10, 8)
+    with pytest.raises(ValueError, match=r"a tick of 8 environments takes 671\d* bytes; .* lower num_envs"):
+        Appender(
+            reader._connection, reader._sharing, codec.append_layout(large), reader._configure,
+            table="t", stream="w", num_envs=8, buffer_ticks=0,
+        )  # fmt: skip
     update = latents_of(np.zeros(1), np.zeros(1), np.zeros(1))
     wrong = {
         "env_id is float32": replace(update, env_id=update.env_id.astype(np.float32)),
