@@ -204,6 +204,8 @@ class Fake:
         self.pasts = [0]
         """Incarnations of the next windows; the last one stays."""
         self.written: list[WriteBack] = []
+        self.bounds: list[float | None] = []
+        """What marks and restores were given as time-out."""
 
     def _answer(self, timeout: float) -> None:
         self.asked += 1
@@ -239,6 +241,15 @@ class Fake:
         self.written.append(update)
         return update.row.size
 
+    def marks(self, timeout=None):
+        self._answer(timeout)
+        return ["m"]
+
+    def mark(self, name, timeout=None):
+        self.bounds.append(timeout)
+
+    restore = mark
+
     def __exit__(self, *_):
         pass
 
@@ -260,6 +271,22 @@ def test_all_shards_away():
     shards[1].away.clear()
     assert set(replay.sample(4).env_id) == {MAX_ENVS}
     assert replay.stats().rows == 5
+    replay.close()
+
+
+def test_marks_take_as_long_as_they_take():
+    """But a shard that is away is waited for no longer than by other calls, and then none is marked or restored."""
+    shards = [Fake(3), Fake(5)]
+    replay = sharded(shards, timeout=MOMENT)
+    for call in (replay.mark, replay.restore):
+        call("m")
+        shards[1].away.set()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            call("m")
+        assert MOMENT <= time.monotonic() - began < 3 * MOMENT
+        shards[1].away.clear()
+    assert [shard.bounds for shard in shards] == [[None, None]] * 2
     replay.close()
 
 
