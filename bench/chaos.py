@@ -252,13 +252,14 @@ def write_back(board: Board, endpoint: Endpoint, place: int, seed: int) -> dict[
             if rng.random() < 0.3:
                 time.sleep(rng.uniform(0, 0.1))
             while waiting and rng.random() < 0.6:
-                env, row, who = context_of(waiting.pop(int(rng.integers(len(waiting)))))
+                drawn = waiting.pop(int(rng.integers(len(waiting))))
+                env, row, who = context_of(drawn)
                 versions = version + 1 + np.arange(row.size)  # the later of two for one row wins
                 version = int(versions[-1])
                 keys = list(zip(env.tolist(), row.tolist(), strict=True))
                 for key, v in zip(keys, versions.tolist(), strict=True):
                     newest[key] = newest.get(key, (0, 0))[0], v
-                done = call(replay.write_back, WriteBack(env, row, latents_of(who, versions)))
+                done = call(replay.write_back, WriteBack(env, row, latents_of(who, versions), drawn.incarnation))
                 for key in keys:
                     newest[key] = newest[key][1], newest[key][1]
                 written, stale = written + done, stale + row.size - done

@@ -227,7 +227,7 @@ class Worker:
         drawn, window = self._replay.sample(self._kind.batch), self._kind.window
         row = drawn.first_row[:, None] + np.arange(window.context, window.length)
         ones = {name: np.ones((row.size, *v.shape), as_dtype(v.dtype)) for name, v in self._kind.row.latents}
-        update = WriteBack(np.repeat(drawn.env_id, row.shape[1]), row.reshape(-1), ones)
+        update = WriteBack(np.repeat(drawn.env_id, row.shape[1]), row.reshape(-1), ones, drawn.incarnation)
 
         def step() -> tuple[int, int]:
             self._replay.write_back(update)

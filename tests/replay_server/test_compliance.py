@@ -972,7 +972,7 @@ def test_a_table_restored_by_another_goes_on_with_whole_episodes(remote, connect
     writer.append(rows_of(np.arange(2, dtype=np.int32), row, np.zeros(2, bool), np.zeros(2, bool)))
     assert (writer.lost_rows, writer.stats().rows) == (2, 16)
     # and latents for windows of that past are stale, though such rows are held
-    update = latents_of(window.env_id, window.first_row, np.ones(4))
+    update = replace(latents_of(window.env_id, window.first_row, np.ones(4)), incarnation=window.incarnation)
     assert writer.write_back(update) == 0
     assert writer.stats().stale == 4
     for flags in ticks(5, 2):
