@@ -73,6 +73,7 @@ class Ring:
             for name, column in self._columns.items()
         }
         self._reserved = np.zeros(num_envs, np.int64)  # slots that may be written, from the first one on
+        self._complete = isinstance(self.storage, Memory)  # whether every slot may be
         # Environments advance in lockstep, so a chunk is one range of slots of all of them: what a few ticks
         # touch is a few chunks, however many environments there are.
         self._chunk_slots = max(CHUNK_SLOTS, CHUNK_ROWS // num_envs)
@@ -95,6 +96,8 @@ class Ring:
 
         Raises OSError naming path and bytes; nothing is changed then.
         """
+        if self._complete:
+            return
         slots = self.head[env_id] % self.capacity + ticks  # beyond the capacity: round the end, so every slot
         for i in np.flatnonzero(np.minimum(slots, self.capacity) > self._reserved[env_id]).tolist():
             self._reserve(int(env_id[i]), min(int(slots[i]), self.capacity))
@@ -231,6 +234,7 @@ class Ring:
             first = env * self.capacity
             self.storage.reserve(name, (first + begin) * spec.nbytes, (first + end) * spec.nbytes)
         self._reserved[env] = end
+        self._complete = bool((self._reserved == self.capacity).all())
 
     def _place(self, env_id: np.ndarray, slot: np.ndarray) -> np.ndarray:
         # env_id may be int32, which E * capacity overflows
