@@ -263,7 +263,7 @@ class ReplayService:
         self._busy = 0
         self._busy_changed = threading.Condition()
 
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """Method name -> handler, as `grpc.method_handlers_generic_handler` takes them."""
         streams = {"Append": _Append, "Sample": _Sample, "WriteBack": _WriteBack}
         calls: dict[str, tuple[type[Message], Callable[[Any, Call], Message]]] = {

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc
 
@@ -71,8 +71,8 @@ ENDED = Failure(grpc.StatusCode.UNAVAILABLE, "the server ended the call")
 
 def failure_of(error: grpc.RpcError) -> Failure:
     """Code and message of what gRPC raised, which is always a call."""
-    assert isinstance(error, grpc.Call)
-    return Failure(error.code(), error.details() or "")
+    call = cast("grpc.Call", error)
+    return Failure(call.code(), call.details() or "")
 
 
 class Connection:
@@ -115,7 +115,7 @@ class Connection:
         """Opens a bidirectional call of serialised messages: an iterator over the answers, which can be cancelled."""
         self._check_open()
         # the channel's own thread would decode what a serialiser is given for
-        callable_ = self._channel.stream_stream(f"/{_SERVICE}/{method}", None, None)
+        callable_: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(f"/{_SERVICE}/{method}")
         return callable_(requests, metadata=self._metadata, wait_for_ready=True)
 
     def pause(self, delay: float, deadline: Deadline) -> None:
