@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -186,10 +185,13 @@ class Client:
 
     def forget(self, name: str, timeout: float | None = None) -> None:
         deadline = self._deadline(timeout)
-        if name not in self._call("ListMarks", replay_pb2.ListMarksRequest(table=self._table), deadline).names:
-            raise FileNotFoundError(f"there is no mark {name!r} in table {self._table!r}")
-        with suppress(FileNotFoundError):  # a call whose answer was lost had done it
+        known = name in self._call("ListMarks", replay_pb2.ListMarksRequest(table=self._table), deadline).names
+        try:
             self._call("Forget", replay_pb2.ForgetRequest(table=self._table, name=name), deadline)
+        except FileNotFoundError:
+            if not known:
+                raise
+            # a call whose answer was lost had done it
 
     # What only a service has
 
