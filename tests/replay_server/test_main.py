@@ -77,6 +77,7 @@ def test_a_killed_process_left_everything_that_it_acknowledged(tmp_path):
         assert client.append(again, 30) == 30
         for found in client.sample(50):
             check_windows(found)
+        assert process.terminate()[0] == 0  # and gives back what the table has under /dev/shm
 
 
 SLOW_MARK = """
@@ -107,6 +108,8 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
             process.popen.wait(0.5)
         process.popen.send_signal(number)
         assert process.popen.wait(5) == 128 + number
+    with spawn(tmp_path) as again:  # what it left under /dev/shm goes with a proper end
+        assert again.terminate()[0] == 0
 
 
 def test_a_request_that_does_not_end_is_given_up(tmp_path):
