@@ -126,6 +126,15 @@ def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
     return predicted
 
 
+def sizes(config: RunConfig, agent: Agent, predicted: Mapping[str, int]) -> str:
+    """What `memory` predicts, and what a replay service will need, in words."""
+    here = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in predicted.items() if size)
+    if config.replay.address is None:
+        return f"memory when full: {here}"
+    there = table_bytes(agent.row_spec, config.env.num, capacity(config, agent))
+    return f"memory when full: {here}; at {config.replay.address}: replay {there / GIB:.2f} GiB"
+
+
 @contextmanager
 def open_replay(config: RunConfig, run_dir: Path, agent: Agent) -> Iterator[Replay]:
     """The run's table, embedded or at the service that the config names.
@@ -551,9 +560,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         setup_logging(run_dir)
         log.info("event=start config=%s versions=%s", json.dumps(asdict(config)), json.dumps(versions()))
         console.print(
-            f"{config.algorithm} on {config.task}: memory when full: "
-            + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in predicted.items() if size)
-            + f"; run directory {run_dir}",
+            f"{config.algorithm} on {config.task}: {sizes(config, agent, predicted)}; run directory {run_dir}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         run = Run(config, run_dir, agent, env, replay)

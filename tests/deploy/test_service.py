@@ -11,6 +11,7 @@ from rich.console import Console
 
 from deploy import local
 from deploy.config import EvalConfig, ReplayConfig, ReportConfig, RunConfig
+from replay_server.store import table_bytes
 from telamon.data import WindowSpec
 from telamon.replay import TableSpec
 from telamon.rpc.client import Client
@@ -101,6 +102,20 @@ def test_a_service_that_is_killed_again_and_again_changes_nothing(monkeypatch, t
         assert run.env_steps == embedded.env_steps
     finally:
         servers[-1].terminate()  # which gives back what the table has under /dev/shm
+
+
+def test_the_size_of_a_table_is_said_wherever_it_lies(monkeypatch, tmp_path):
+    with probing(monkeypatch).open(tmp_path) as run:
+        config, agent = run.config, run.agent
+    there = replace(config, replay=ReplayConfig("127.0.0.1:1"))
+    monkeypatch.setattr(local, "capacity", lambda config, agent: 10**8)
+    size = f"{table_bytes(agent.row_spec, config.env.num, 10**8) / local.GIB:.2f}"
+    assert float(size) > 1
+    predicted = {"replay": 3 * local.GIB, "train state": local.GIB}
+    assert local.sizes(config, agent, predicted) == "memory when full: replay 3.00 GiB, train state 1.00 GiB"
+    assert local.sizes(there, agent, {**predicted, "replay": 0}) == (
+        f"memory when full: train state 1.00 GiB; at 127.0.0.1:1: replay {size} GiB"
+    )
 
 
 def test_what_the_service_refuses_leaves_no_run_behind(monkeypatch, tmp_path):
