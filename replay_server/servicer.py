@@ -154,7 +154,7 @@ class _Append(_Stream):
                 part = {name: value[done:end] for name, value in columns.items()}
                 held = table.append(append.stream, append.epoch, header.incarnation, append.tick + done, env_id, part)
                 done = held + 1 - append.tick
-        except Exception as error:
+        except Exception as error:  # whatever it is, its rows are counted, and it goes on to `_call`
             stored = 0 if isinstance(error, StreamSuperseded) else table.held(append.stream) + 1 - append.tick
             refused = append.ticks - min(max(done, stored), append.ticks)
             self.service.metrics.refused(self.name, status_of(error)[0].name, header.count * refused)
@@ -338,7 +338,7 @@ class ReplayService:
                 code = grpc.StatusCode.OK
             except grpc.RpcError:  # what the messages of a client that has gone raise
                 raise
-            except Exception as error:
+            except Exception as error:  # the boundary: a client gets a status, the log gets what is nobody's intent
                 code, text = status_of(error)
                 if code is grpc.StatusCode.INTERNAL:
                     number = secrets.token_hex(4)

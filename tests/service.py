@@ -76,6 +76,18 @@ class Process:
             self.kill()
 
 
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """PEM files of a certificate for localhost and of its key, mode 0600, by the openssl command."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost "
+        f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {key} -out {certificate}".split(),
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
 def spawn(directory: Path, *options: str) -> Process:
     """Starts `python -m replay_server` and waits until it serves; `options` as on the command line."""
     return Process(directory, *options)

@@ -23,7 +23,7 @@ from telamon.rpc import security
 from telamon.rpc.security import Endpoint
 from telamon.rpc.v1 import replay_pb2
 from tests.replay_server.plain import Plain, check_windows
-from tests.service import TOKEN, Process, serve, serve_open, spawn
+from tests.service import TOKEN, Process, make_certificate, serve, serve_open, spawn
 
 
 def refusal(capsys, *options):
@@ -262,13 +262,7 @@ def test_no_token_and_a_token_that_others_can_read(tmp_path, capsys, monkeypatch
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by the openssl command")
 def test_tls(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost "
-        f"-addext subjectAltName=DNS:localhost -keyout {key} -out {certificate}".split(),
-        check=True,
-        capture_output=True,
-    )
+    certificate, key = make_certificate(tmp_path)
     with serve_open(tmp_path / "server", listen="0.0.0.0:0", tls_certificate=certificate, tls_key=key) as served:
         assert served.info["tls"] is True
         port = served.info["address"].rpartition(":")[2]

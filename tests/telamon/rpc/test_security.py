@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -11,6 +10,7 @@ import pytest
 
 from telamon.rpc import security
 from telamon.rpc.security import Endpoint
+from tests.service import make_certificate
 
 TOKEN = "0123456789abcdef"
 
@@ -166,13 +166,7 @@ def test_a_second_server_on_the_same_port_fails():
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by the openssl command")
 def test_tls(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost "
-        f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {key} -out {certificate}".split(),
-        check=True,
-        capture_output=True,
-    )
+    certificate, key = make_certificate(tmp_path)
     key.chmod(0o644)
     with pytest.raises(PermissionError, match=r"key\.pem has mode 0644"):
         security.read_server_credentials(certificate, key)
