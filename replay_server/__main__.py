@@ -35,6 +35,9 @@ LOG = logging.getLogger("replay_server")
 
 INFO_FILE = "server.json"
 FLUSH_MARK = "flush"
+LOOK_SECONDS = 0.5
+"""Time between two looks for the parent. A death signal of the kernel would come with the end of the thread that
+started this process, not of the process, and on Linux alone."""
 USAGE, FAILED = 2, 1
 """Exit codes: what was asked for cannot be; something went wrong."""
 
@@ -68,7 +71,10 @@ def run(config: ServerConfig, token: str) -> int:
     with serving(config, token) as served:
         sys.stdout.write(json.dumps(served.info) + "\n")
         sys.stdout.flush()
-        stop.wait()
+        while not stop.wait(LOOK_SECONDS):
+            if config.parent not in (None, os.getppid()):
+                LOG.warning("event=parent_gone pid=%d", config.parent)
+                break
     LOG.info("event=stop")
     if not served.server.service.wait_idle(0):
         # threads cannot be ended, and the interpreter would wait for them

@@ -36,6 +36,8 @@ class ServerConfig:
     """Calls in progress at once, which is also threads; a client has up to three streams and a call."""
     drain_seconds: float = 10.0
     """How long requests in progress may go on after SIGTERM or SIGINT."""
+    parent: int | None = None
+    """Process that starts this one: the server ends, as after SIGTERM, once that has gone. None: it is on its own."""
 
     def __post_init__(self) -> None:
         security.check_address(self.listen)

@@ -80,6 +80,26 @@ def test_a_killed_process_left_everything_that_it_acknowledged(tmp_path):
         assert process.terminate()[0] == 0  # and gives back what the table has under /dev/shm
 
 
+PARENT = """
+    import os, subprocess, sys
+    server = [sys.executable, "-m", "replay_server", "--parent", str(os.getpid()), "--directory"]
+    subprocess.Popen([*server, sys.argv[2]]).wait()
+"""
+
+
+def test_it_ends_with_its_parent(tmp_path):
+    """As after SIGTERM: what it leaves behind is all beside its rows."""
+    with Process(tmp_path, command=("-c", textwrap.dedent(PARENT))) as parent, Plain(parent.endpoint) as client:
+        client.configure()
+        client.append(client.open(), 0, 30)
+        assert parent.info["pid"] != parent.pid
+        parent.kill()  # returns with the end of the server, which has the same standard output
+    assert not (tmp_path / "server.json").exists()
+    assert "event=parent_gone" in (tmp_path / "log.txt").read_text()
+    with serve(tmp_path) as endpoint, Plain(endpoint) as client:
+        assert client.rows_held() == 60
+
+
 SLOW_MARK = """
     import sys, time
     from replay_server import __main__, table

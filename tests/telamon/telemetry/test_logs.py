@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from telamon.telemetry.logs import PACKAGES, setup_logging
+from telamon.telemetry import logs
+from telamon.telemetry.logs import PACKAGES, setup_buffer, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,28 @@ def test_handlers_of_others_stay(tmp_path, caplog):
         setup_logging(tmp_path)
         logging.getLogger("deploy").info("event=seen")
     assert "event=seen" in caplog.text
+
+
+def test_a_buffer_keeps_the_newest_lines_and_says_how_many_it_lost():
+    buffer = setup_buffer(lines=2)
+    for event in ("one", "two", "three"):
+        logging.getLogger("actors").info("event=%s", event)
+    lost, *kept = buffer.drain()
+    assert lost == "event=lines_dropped count=1"
+    assert [line.split()[-1] for line in kept] == ["event=two", "event=three"]
+    assert kept[0].startswith("time=")
+    assert buffer.drain() == []
+
+
+def test_logs_of_parts_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "PART_LOG_BYTES", 1000)
+    files = logs.PartLogs(tmp_path / "logs")
+    for i in range(100):
+        files.write("actor-0", [f"event=line number={i:03d}", "100% as it is"])
+    files.close()
+    files = logs.PartLogs(tmp_path / "logs")
+    files.write("actor-0", ["event=last"])
+    files.close()
+    assert {p.name for p in (tmp_path / "logs").iterdir()} == {"actor-0.log", "actor-0.log.1"}
+    assert all(p.stat().st_size <= 1000 for p in (tmp_path / "logs").iterdir())
+    assert (tmp_path / "logs" / "actor-0.log").read_text().endswith("number=099\n100% as it is\nevent=last\n")
