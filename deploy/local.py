@@ -248,12 +248,13 @@ class Run:
         """
         window = self.replay.sample(self.agent.batch_size)
         index = np.uint32(self.counters.updates)
-        self.state, self.metrics, latents = self._update(self.state, window, self._update_key, index)
+        self.state, outcome = self._update(self.state, window, self._update_key, index)
+        self.metrics = outcome.metrics
         self.counters.updates += 1
         # waits for the device, so that Ctrl-C is answered at once in the middle of a burst too
-        streak = int(self.state.streak)
+        streak = int(outcome.streak)
         if streak > 0:
-            self.counters.skipped = int(self.state.skipped)
+            self.counters.skipped = int(outcome.skipped)
             bad = update.first_non_finite(self.metrics)
             log.warning("event=update_skipped update=%d in_a_row=%d first=%s", self.counters.updates, streak, bad)
             if streak >= self.config.max_skipped:
@@ -261,8 +262,8 @@ class Run:
                     f"{streak} updates in a row were skipped because {bad} was not finite, the last one update "
                     f"{self.counters.updates}; the parameters are those before; the bound is max_skipped"
                 )
-        elif latents is not None:
-            self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, latents))
+        elif outcome.write_back is not None:
+            self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, outcome.write_back))
 
     def evaluation_due(self) -> bool:
         """Every `eval.every` environment steps, from step 0 on."""

@@ -84,9 +84,9 @@ def import_on_a_bare_machine(*names: str) -> None:
 
 
 def test_agents_import_on_a_bare_machine():
-    # planned: telamon.device_replay, learner.mesh
+    # planned: telamon.device_replay
     shared = ("telamon.keys", "telamon.distributional", "telamon.normalizers", "telamon.networks")
-    import_on_a_bare_machine(*shared, *modules(telamon.agents), "learner.update")
+    import_on_a_bare_machine(*shared, *modules(telamon.agents), "learner.mesh", "learner.update")
 
 
 def test_a_bare_machine_lacks_the_rest():

@@ -43,19 +43,19 @@ def values(state: update.LearnerState) -> list[bytes]:
 def test_a_sound_update_is_the_agents_own(step):
     state = update.init(AGENT, KEY)
     expected, metrics, _ = AGENT.update(state.train, window(), AGENT.draw_update_noise(jax.random.fold_in(KEY, 3)))
-    new, found, write_back = step(state, window(), KEY, np.uint32(3))
+    new, found = step(state, window(), KEY, np.uint32(3))
     np.testing.assert_allclose(new.train.memory, expected.memory, rtol=1e-6)
     assert int(new.train.updates) == 1
     assert (int(new.skipped), int(new.streak)) == (0, 0)
-    assert {k: float(v) for k, v in found.items()} == pytest.approx({k: float(v) for k, v in metrics.items()})
-    assert write_back is None
+    assert {k: float(v) for k, v in found.metrics.items()} == pytest.approx({k: float(v) for k, v in metrics.items()})
+    assert found.write_back is None
 
 
 def test_every_update_draws_its_own_noise_and_repeats_it(step):
     digests = {}
     for index in (0, 1, 2, 1):
-        _, metrics, _ = step(update.init(AGENT, KEY), window(), KEY, np.uint32(index))
-        digests.setdefault(index, []).append(float(metrics["digest"]))
+        _, found = step(update.init(AGENT, KEY), window(), KEY, np.uint32(index))
+        digests.setdefault(index, []).append(float(found.metrics["digest"]))
     assert len({d[0] for d in digests.values()}) == 3
     assert len(set(digests[1])) == 1
 
@@ -65,14 +65,16 @@ def test_what_is_not_finite_changes_nothing_but_the_count(step, bad):
     state = step(update.init(AGENT, KEY), window(), KEY, np.uint32(0))[0]
     before = values(state)
     for skipped in (1, 2, 3):
-        state, metrics, _ = step(state, window(bad), KEY, np.uint32(skipped))
+        state, found = step(state, window(bad), KEY, np.uint32(skipped))
         assert values(state) == before
         assert (int(state.skipped), int(state.streak)) == (skipped, skipped)
-        assert update.first_non_finite(metrics) == "digest"
-    state, metrics, _ = step(state, window(), KEY, np.uint32(4))
+        assert (int(found.skipped), int(found.streak)) == (skipped, skipped)
+        assert update.first_non_finite(found.metrics) == "digest"
+    state, found = step(state, window(), KEY, np.uint32(4))
     assert values(state) != before
     assert (int(state.skipped), int(state.streak)) == (3, 0)
-    assert update.first_non_finite(metrics) is None
+    assert (int(found.skipped), int(found.streak)) == (3, 0)
+    assert update.first_non_finite(found.metrics) is None
 
 
 def test_poisoned_parameters_are_never_trained_on(step):
@@ -84,16 +86,16 @@ def test_poisoned_parameters_are_never_trained_on(step):
 
     agent = Reading(AGENT.env, AGENT.plan)
     state = update.init(agent, KEY)._replace(train=State(jnp.int32(7), jnp.float32(np.nan)))
-    state, metrics, _ = update.make_update(agent)(state, window(), KEY, np.uint32(0))
+    state, found = update.make_update(agent)(state, window(), KEY, np.uint32(0))
     assert int(state.train.updates) == 7
     assert int(state.streak) == 1
-    assert update.first_non_finite(metrics) == "memory"
+    assert update.first_non_finite(found.metrics) == "memory"
 
 
 def test_metrics_keep_their_order(step):
     # sorted, as a dict comes back from jit, "bad_loss" would be first
-    _, metrics, _ = step(update.init(AGENT, KEY), window(), KEY, np.uint32(0))
-    assert list(metrics) == ["torn", "digest", "newest", "bad_loss", "worse_loss"]
+    _, found = step(update.init(AGENT, KEY), window(), KEY, np.uint32(0))
+    assert list(found.metrics) == ["torn", "digest", "newest", "bad_loss", "worse_loss"]
 
 
 def test_the_first_bad_term_is_the_first_that_was_computed():
@@ -107,10 +109,18 @@ def test_the_old_state_is_given_away(step):
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+def test_an_outcome_outlives_the_state_that_came_with_it(step):
+    state, found = step(update.init(AGENT, KEY), window(np.nan), KEY, np.uint32(0))
+    step(state, window(), KEY, np.uint32(1))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert (int(found.skipped), int(found.streak)) == (1, 1)
+    assert np.isnan(found.metrics["digest"])
+
+
 def test_nothing_is_compiled_twice(step):
     state = update.init(AGENT, KEY)
     for index in range(3):  # nor for windows of a table that was restored
-        state, _, _ = step(state, replace(window(), incarnation=index), KEY, np.uint32(index))
+        state, _ = step(state, replace(window(), incarnation=index), KEY, np.uint32(index))
     assert step._cache_size() == 1
 
 
@@ -127,7 +137,8 @@ def remembered(first: float = 1.0) -> Window:
 
 def test_latents_come_back_for_the_rows_behind_the_context():
     agent = Remembering(AGENT.env, AGENT.plan)
-    _, metrics, latents = update.make_update(agent)(update.init(agent, KEY), remembered(), KEY, np.uint32(0))
+    _, found = update.make_update(agent)(update.init(agent, KEY), remembered(), KEY, np.uint32(0))
+    metrics, latents = found.metrics, found.write_back
     assert (float(metrics["torn"]), float(metrics["misplaced"])) == (0, 0)
     assert latents["made"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(latents["made"], np.float32), np.ones((4, 3)))

@@ -310,7 +310,7 @@ def test_nothing_is_compiled_again_after_the_first_update_plan_and_action():
     )
     carry = agent.initial_carry(2)
     for i in range(5):
-        state, _, _ = update(state, window(agent, seed=i), key, np.uint32(i))
+        state, _ = update(state, window(agent, seed=i), key, np.uint32(i))
         obs = {"zeta": np.full((2, 3), i, np.float32), "alpha": np.full(2, i, np.float32)}
         _, carry, _ = act(agent.acting_params(state.train), carry, obs, np.array([i == 0, True]), key, np.uint32(i))
     assert (update._cache_size(), act._cache_size()) == (1, 1)
