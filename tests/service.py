@@ -14,6 +14,7 @@ from typing import Any
 from replay_server.__main__ import Served, serving
 from replay_server.config import ServerConfig
 from telamon.rpc.security import TOKEN_VARIABLE, Endpoint
+from tests.waiting import SECONDS
 
 TOKEN = "a-token-for-tests-of-the-replay"
 
@@ -28,8 +29,14 @@ def serve(directory: Path, **config: Any) -> Iterator[Endpoint]:
 @contextmanager
 def serve_open(directory: Path, **config: Any) -> Iterator[Served]:
     """As `serve`, with its tables and metrics in reach."""
-    with serving(ServerConfig(directory, **{"drain_seconds": 1.0, "max_calls": 64, **config}), TOKEN) as served:
-        yield served
+    chosen = ServerConfig(directory, **{"drain_seconds": 1.0, "max_calls": 64, **config})
+    with serving(chosen, TOKEN) as served:
+        try:
+            yield served
+        finally:
+            served.server.drain(chosen.drain_seconds)
+            # what was cut off keeps the folder from the next server until it ends, as it does not in a process
+            served.server.service.wait_idle(SECONDS)
 
 
 def endpoint_of(info: dict[str, Any]) -> Endpoint:
@@ -61,7 +68,7 @@ class Process:
         self.popen.kill()
         self.popen.communicate()
 
-    def terminate(self, timeout: float = 10.0) -> tuple[int, str]:
+    def terminate(self, timeout: float = SECONDS) -> tuple[int, str]:
         """SIGTERM; (exit code, what it said on stderr)."""
         self.popen.terminate()
         _, said = self.popen.communicate(timeout=timeout)

@@ -28,7 +28,7 @@ def modules(package) -> list[str]:
 def python(code: str, *arguments: str) -> str:
     """Standard output of `code` in a fresh interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

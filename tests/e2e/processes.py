@@ -17,16 +17,36 @@ from tests.harness import TINY
 
 ROOT = Path(__file__).parents[2]
 CODE = """
-import json, sys
+import json, signal, sys, time
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from telamon.envs import counting
+
+def hang(seconds):
+    stop = signal.getsignal(signal.SIGINT)
+
+    def asked(*how):
+        stop(*how)
+        said.write_text("asked")
+
+    signal.signal(signal.SIGINT, asked)
+    said.write_text("hangs")
+    time.sleep(seconds)
+
 options = json.loads(sys.argv.pop(1))
+if "says" in options:
+    said = Path(options.pop("says"))
+    counting.time = SimpleNamespace(sleep=hang)
 options["faults"] = [counting.Fault(**fault) for fault in options.get("faults", [])]
 counting.make = partial(counting.make, **options)
 from deploy.cli import main
 main()
 """
-"""The command, with counting environments of the options that come first."""
+"""The command, with counting environments of the options that come first.
+
+One that hangs writes so into the file `says`, and that it was interrupted.
+"""
 
 TINY_ARGS = [
     part

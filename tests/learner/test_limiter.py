@@ -21,6 +21,7 @@ from learner.metrics import LimiterMetrics
 from replay_server.table import Table, Tables
 from telamon.data import ArraySpec, Clock, LimiterConfig, Rows, RowSpec, Schedule, TrainRatio, WindowSpec, to_columns
 from telamon.replay import TableSpec
+from tests.waiting import SECONDS
 
 # One update trains on 16 rows and is worth 8 inserted ones.
 CONFIG = LimiterConfig(ratio=2.0, rows_per_update=16, tick_rows=4, capacity=1000, band=20)
@@ -833,17 +834,17 @@ def test_looks_run_in_a_thread_and_what_ends_them_reaches_the_learner():
     shard.write()
     found = Limiter(CONFIG, {"a": shard}, interval=0.001)
     thread = threading.Thread(target=found.run, args=(stop,))
-    shard.meanwhile = lambda shard: shard.write() if shard.calls == 100 else None
+    shard.meanwhile = lambda shard: shard.write() if shard.calls % 100 == 0 else None
     thread.start()
-    while found.wait_to_train(0.0 if found.status().headroom else 10.0):
+    while found.wait_to_train(0.0 if found.status().headroom else SECONDS):
         pass
-    assert found.wait_to_train(10.0)  # once the next rows have come
-    assert found.waits().learner < 5.0
+    assert found.wait_to_train(10 * SECONDS)  # once the next rows have come
+    assert found.waits().learner < SECONDS
     shard.meanwhile = lambda shard: [][1]  # a defect
     with pytest.raises(RuntimeError, match="stopped looking") as raised:
-        found.wait_to_train(10.0)
+        found.wait_to_train(SECONDS)
     assert isinstance(raised.value.__cause__, IndexError)
-    thread.join(10.0)
+    thread.join(SECONDS)
     assert not thread.is_alive()
 
 
@@ -852,7 +853,7 @@ def test_looks_end_when_they_are_told_to():
     shard.meanwhile = lambda shard: stop.set() if shard.calls > 10 else None
     thread = threading.Thread(target=Limiter(CONFIG, {"a": shard}, interval=0.001).run, args=(stop,))
     thread.start()
-    thread.join(10.0)
+    thread.join(SECONDS)
     assert not thread.is_alive()
 
 

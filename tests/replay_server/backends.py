@@ -15,9 +15,7 @@ from telamon.replay import Replay, TableSpec
 from telamon.rpc.client import Client
 from telamon.rpc.security import Endpoint
 from tests.replay_server.model import ROW
-
-TIMEOUT = 20.0
-"""Seconds; whatever waits that long has failed."""
+from tests.waiting import SECONDS
 
 NUMBER = count()
 """Of tables; several backends may share a server."""
@@ -54,7 +52,7 @@ class Remote:
     ) -> Client:
         """A client, by default the one that writes all environments."""
         num_envs = spec.max_envs if num_envs is None else num_envs
-        options = {"timeout": TIMEOUT, "shared_memory": self.shared_memory, **options}
+        options = {"timeout": SECONDS, "shared_memory": self.shared_memory, **options}
         return Client(self.endpoint, name, spec, stream=stream, num_envs=num_envs, **options)
 
     @contextmanager

@@ -12,6 +12,7 @@ from telamon.replay import TableSpec
 from telamon.rpc import codec
 from telamon.rpc.security import Endpoint, metadata, open_channel
 from telamon.rpc.v1 import replay_pb2, replay_pb2_grpc
+from tests.waiting import SECONDS
 
 SPEC = TableSpec(
     RowSpec(
@@ -23,8 +24,6 @@ SPEC = TableSpec(
     capacity=50,
     max_envs=6,
 )
-SECONDS = 10.0
-"""Deadline of every call."""
 
 
 def rows(env_id: Iterable[int], row: int) -> dict[str, np.ndarray]:

@@ -24,6 +24,7 @@ from telamon.rpc.security import Endpoint
 from telamon.rpc.v1 import replay_pb2
 from tests.replay_server.plain import Plain, check_windows
 from tests.service import TOKEN, Process, make_certificate, serve, serve_open, spawn
+from tests.waiting import SECONDS, until
 
 
 def refusal(capsys, *options):
@@ -51,7 +52,7 @@ def test_a_process_serves_says_so_and_ends(tmp_path):
         with Plain(process.endpoint) as client:
             client.configure()
             client.append(client.open(), 0, 10)
-        with urllib.request.urlopen(process.info["metrics"], timeout=5) as page:
+        with urllib.request.urlopen(process.info["metrics"], timeout=SECONDS) as page:
             assert 'telamon_replay_appended_rows_total{table="main"} 20.0' in page.read().decode()
         assert process.terminate() == (0, "")
     assert not (tmp_path / "server.json").exists()
@@ -103,13 +104,13 @@ def test_it_ends_with_its_parent(tmp_path):
 SLOW_MARK = """
     import sys, time
     from replay_server import __main__, table
-    table.Table.mark = lambda self, name: (print("marking", flush=True), time.sleep(60))
+    table.Table.mark = lambda self, name: (print("marking", flush=True), time.sleep(3600))
     sys.exit(__main__.main())
 """
 
 
 def in_a_mark(directory, *options):
-    """A server that has a row, and is in a mark that takes a minute."""
+    """A server that has a row, and is in a mark that takes an hour."""
     process = Process(directory, *options, command=("-c", textwrap.dedent(SLOW_MARK)))
     client = Plain(process.endpoint)
     client.configure()
@@ -121,13 +122,14 @@ def in_a_mark(directory, *options):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(tmp_path, number):
-    process, client, _ = in_a_mark(tmp_path, "--drain-seconds", "60")
+    process, client, _ = in_a_mark(tmp_path, "--drain-seconds", "3600")
     with process, client:
         process.popen.send_signal(number)
+        until(lambda: "event=drain" in (tmp_path / "log.txt").read_text())
         with pytest.raises(subprocess.TimeoutExpired):
             process.popen.wait(0.5)
         process.popen.send_signal(number)
-        assert process.popen.wait(5) == 128 + number
+        assert process.popen.wait(SECONDS) == 128 + number
     with spawn(tmp_path) as again:  # what it left under /dev/shm goes with a proper end
         assert again.terminate()[0] == 0
 
@@ -135,7 +137,7 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
 def test_a_request_that_does_not_end_is_given_up(tmp_path):
     process, client, call = in_a_mark(tmp_path, "--drain-seconds", "0.3")
     with process, client:
-        code, said = process.terminate(5)
+        code, said = process.terminate()
         assert code == 0
         assert "event=not-closed" in said
         assert call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -199,7 +201,7 @@ def test_metrics_are_shown_on_a_host_of_their_own(tmp_path, capsys):
         assert served.info["metrics"].startswith("http://127.0.0.1:")
     with serve_open(tmp_path / "first", metrics_host="::1", metrics_port=0) as served:
         assert served.info["metrics"].startswith("http://[::1]:")
-        with urllib.request.urlopen(served.info["metrics"], timeout=5) as page:
+        with urllib.request.urlopen(served.info["metrics"], timeout=SECONDS) as page:
             assert "telamon_replay_connections 0.0" in page.read().decode()
     options = ("--metrics-port", 0, "--metrics-host", "192.0.2.1")
     code, said = refusal(capsys, "--directory", tmp_path / "second", *options)
@@ -299,10 +301,7 @@ def test_flush_marks(tmp_path):
     with serve(tmp_path, flush_every=0.05) as endpoint, Plain(endpoint) as client:
         client.configure()
         client.append(client.open(), 0, 10)
-        end = time.monotonic() + 5
-        while list(client.call("ListMarks").names) != ["flush"]:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: list(client.call("ListMarks").names) == ["flush"])
 
 
 def test_a_flush_that_fails_is_told_and_not_the_last(tmp_path, caplog, monkeypatch):
@@ -315,10 +314,7 @@ def test_a_flush_that_fails_is_told_and_not_the_last(tmp_path, caplog, monkeypat
             raise OSError(28, "No space left on device", "/somewhere")
 
         monkeypatch.setattr(served.tables.get("main"), "mark", full)
-        end = time.monotonic() + 5
-        while len(times) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: len(times) >= 2)
     assert "event=flush-failed table=main" in caplog.text
 
 
@@ -370,14 +366,9 @@ def test_a_client_whose_host_vanished_is_noticed(tmp_path):
             for process in (stopped, idle):
                 assert process.stdout.readline() == "open\n"
             value = lambda: served.counts.registry.get_sample_value("telamon_replay_open_calls", {"method": "Sample"})
-            end = time.monotonic() + 40
-            while value() != 2:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            until(lambda: value() == 2)
             stopped.send_signal(signal.SIGSTOP)
-            while value() != 1:
-                assert time.monotonic() < end, "not noticed"
-                time.sleep(0.2)
+            until(lambda: value() == 1, 3 * SECONDS)
             time.sleep(1)
             assert value() == 1
         finally:

@@ -16,6 +16,7 @@ from replay_server import metrics
 from replay_server.config import ServerConfig
 from telamon.data import ArraySpec, RowSpec, WindowSpec
 from telamon.replay import ReplayStats, TableSpec
+from tests.waiting import SECONDS
 
 SPEC = TableSpec(
     RowSpec((("vector", ArraySpec((4,))),), ArraySpec((2,))), WindowSpec(length=4), capacity=100, max_envs=2
@@ -138,7 +139,7 @@ def test_what_only_counts():
 def test_page_over_http():
     page = Page(main=FakeTable())
     with metrics.serve(page.registry, "127.0.0.1", 0) as port:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SECONDS) as answer:
             text = answer.read().decode()
         with pytest.raises(OSError, match="in use"), metrics.serve(page.registry, "127.0.0.1", port):
             pass

@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from replay_server.ring import Ring
-from replay_server.servicer import HEALTH_CALLS, SERVICE
+from replay_server.servicer import CREDIT_SLICE, HEALTH_CALLS, LAST_WORDS, SERVICE
 from telamon.data import FLAGS, ArraySpec, RowSpec, WindowSpec
 from telamon.replay import TableSpec
 from telamon.rpc import codec, security
@@ -27,6 +28,7 @@ from telamon.rpc.shared import SharedSlots
 from telamon.rpc.v1 import replay_pb2
 from tests.replay_server.plain import SPEC, Plain, arrays_of, check_windows, header, payload, rows
 from tests.service import endpoint_of, serve_open
+from tests.waiting import SECONDS, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -46,13 +48,6 @@ def client(served):
 
 def value(served, name, **labels):
     return served.counts.registry.get_sample_value(f"telamon_replay_{name}", labels)
-
-
-def eventually(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.01)
 
 
 def fails(code, match, call, *arguments, **keywords):
@@ -235,10 +230,13 @@ def test_shared_memory(client):
     slots.unlink()
     slots.close()
     gc.collect()
-    eventually(lambda: not mapped_slots())
+    until(lambda: not mapped_slots())
 
 
-def test_appends_wait_for_credit(served, client):
+def test_appends_wait_for_credit(served, client, monkeypatch):
+    table = served.tables.get("main")
+    look, looks = table.wait_for_credit, []
+    monkeypatch.setattr(table, "wait_for_credit", lambda timeout: looks.append(timeout) or look(timeout))
     opened = client.open()
     client.append(opened, 0, 10)
     client.call("Grant", rows=20)
@@ -246,14 +244,14 @@ def test_appends_wait_for_credit(served, client):
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(client.append(opened, 10)))
     waiting.start()
-    eventually(lambda: value(served, "busy_requests", method="Append") == 1)
-    time.sleep(0.3)
+    until(lambda: looks.count(CREDIT_SLICE) >= 3)
+    assert value(served, "busy_requests", method="Append") == 1
     assert answers == []
     assert client.rows_held() == 20  # others are served meanwhile
     client.call("Grant", rows=-1)
-    waiting.join(5)
+    waiting.join(SECONDS)
     assert answers == [10]
-    assert value(served, "credit_wait_seconds_total", table="main") > 0.2
+    assert value(served, "credit_wait_seconds_total", table="main") > 1.9 * CREDIT_SLICE
 
 
 def test_repeats_wait_for_no_credit(served, client):
@@ -263,8 +261,8 @@ def test_repeats_wait_for_no_credit(served, client):
     assert client.append(opened, 5, 5) == 9
     client.options["timeout"] = 0.5
     fails(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline", client.append, opened, 8, 3)
-    eventually(lambda: value(served, "open_calls", method="Append") == 0)
-    client.options["timeout"] = 10.0
+    until(lambda: value(served, "open_calls", method="Append") == 0)
+    client.options["timeout"] = SECONDS
     assert client.rows_held() == 20
     client.open()
     fails(grpc.StatusCode.ABORTED, "epoch", client.append, opened, 5, 5)
@@ -286,10 +284,10 @@ def test_a_grant_in_the_middle_of_a_frame_bounds_the_rest(served, client, monkey
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(client.append(opened, 10, 10)))
     waiting.start()
-    eventually(lambda: table.credit == 23 and not look(0.0))
+    until(lambda: table.credit == 23 and not look(0.0))
     assert client.call("Stats").rows == 24  # the last tick began below the bound
     client.call("Grant", rows=-1)
-    waiting.join(5)
+    waiting.join(SECONDS)
     assert answers == [19]
 
 
@@ -298,10 +296,10 @@ def test_a_stream_is_not_opened_for_a_client_that_has_gone(served, client):
     request = replay_pb2.OpenStreamRequest(table="main", stream="writer", num_envs=2)
     with served.tables.get("main")._lock:
         call = client.stub.OpenStream.future(request, **client.options)
-        eventually(lambda: value(served, "busy_requests", method="OpenStream") == 1)
+        until(lambda: value(served, "busy_requests", method="OpenStream") == 1)
         call.cancel()
         assert client.rows_held() == 0  # asked after the goodbye, on the same connection
-    eventually(lambda: value(served, "open_calls", method="OpenStream") == 0)
+    until(lambda: value(served, "open_calls", method="OpenStream") == 0)
     assert client.append(opened, 0) == 0
 
 
@@ -325,11 +323,11 @@ def test_connections_are_counted_while_they_have_calls(served, client, monkeypat
     monkeypatch.setattr(security, "CHANNEL_OPTIONS", options)
     with Plain(endpoint_of(served.info)) as other:
         calls.append(asking(other))
-        eventually(lambda: value(served, "open_calls", method="Sample") == 3)
+        until(lambda: value(served, "open_calls", method="Sample") == 3)
         assert value(served, "connections") == 2
         for call in calls:
             call.cancel()
-        eventually(lambda: value(served, "connections") == 0)
+        until(lambda: value(served, "connections") == 0)
         end.set()
 
 
@@ -338,15 +336,15 @@ def test_an_append_that_nobody_waits_for_ends(served, client, how):
     opened = client.open()
     client.append(opened, 0, 10)
     client.call("Grant", rows=20)
-    client.options["timeout"] = 10.0 if how == "cancelled" else 0.2
+    client.options["timeout"] = SECONDS if how == "cancelled" else 0.2
     call = client.stub.Append(iter([client.tick_frame(opened, 10)]), **client.options)
     if how == "cancelled":
-        eventually(lambda: value(served, "busy_requests", method="Append") == 1)
+        until(lambda: value(served, "busy_requests", method="Append") == 1)
         call.cancel()
     with pytest.raises(grpc.RpcError):
         next(call)
-    eventually(lambda: value(served, "open_calls", method="Append") == 0)
-    client.options["timeout"] = 10.0
+    until(lambda: value(served, "open_calls", method="Append") == 0)
+    client.options["timeout"] = SECONDS
     assert client.rows_held() == 20
 
 
@@ -378,9 +376,9 @@ def test_what_is_counted(served, client):
     )
     assert value(served, "sampled_age_rows_sum", table="main") >= (60 - found["first_row"]).sum()
     assert value(served, "refused_rows_total", table="main", reason="OUT_OF_RANGE") == 4
-    eventually(lambda: value(served, "calls_total", method="Append", code="OUT_OF_RANGE") == 1)
-    assert value(served, "calls_total", method="Stats", code="NOT_FOUND") == 1
-    assert value(served, "calls_total", method="Append", code="OK") == 1
+    until(lambda: value(served, "calls_total", method="Append", code="OUT_OF_RANGE") == 1)
+    until(lambda: value(served, "calls_total", method="Stats", code="NOT_FOUND") == 1)
+    until(lambda: value(served, "calls_total", method="Append", code="OK") == 1)
     assert value(served, "request_seconds_count", method="Sample") == 2
 
 
@@ -424,7 +422,7 @@ def test_a_defect_shows_no_traceback(served, client, monkeypatch, caplog):
         (record,) = [r for r in caplog.records if number in r.getMessage()]
         assert "secret detail" in str(record.exc_info)
     assert client.rows_held() == 20
-    assert value(served, "calls_total", method="Sample", code="INTERNAL") == 1
+    until(lambda: value(served, "calls_total", method="Sample", code="INTERNAL") == 1)
 
 
 @pytest.fixture
@@ -436,10 +434,9 @@ def stranger(served):
 def test_health_needs_no_token(stranger):
     health = health_pb2_grpc.HealthStub(stranger)
     for service in ("", SERVICE):
-        assert health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status == SERVING
-    fails(
-        grpc.StatusCode.NOT_FOUND, "NOT_FOUND", health.Check, health_pb2.HealthCheckRequest(service="other"), timeout=5
-    )
+        assert health.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS).status == SERVING
+    other = health_pb2.HealthCheckRequest(service="other")
+    fails(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", health.Check, other, timeout=SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +445,7 @@ def test_health_needs_no_token(stranger):
 )
 def test_health_reads_little_of_strangers(stranger, message, text):
     check = stranger.unary_unary("/grpc.health.v1.Health/Check")
-    fails(grpc.StatusCode.INVALID_ARGUMENT, text, check, message, timeout=5)
+    fails(grpc.StatusCode.INVALID_ARGUMENT, text, check, message, timeout=SECONDS)
 
 
 def test_strangers_hold_few_threads(served, stranger, client):
@@ -456,17 +453,17 @@ def test_strangers_hold_few_threads(served, stranger, client):
     check = stranger.stream_unary("/grpc.health.v1.Health/Check")
 
     def nothing():
-        never.wait(10)
+        never.wait(SECONDS)
         yield b""
 
-    calls = [check.future(nothing(), timeout=10) for _ in range(HEALTH_CALLS + 5)]
+    calls = [check.future(nothing(), timeout=SECONDS) for _ in range(HEALTH_CALLS + 5)]
     try:
-        eventually(lambda: sum(call.done() for call in calls) == 5)
+        until(lambda: sum(call.done() for call in calls) == 5)
         assert {call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert client.rows_held() == 0
     finally:
         never.set()
-    assert sum(call.exception(timeout=10) is None for call in calls) == HEALTH_CALLS
+    assert sum(call.exception(timeout=SECONDS) is None for call in calls) == HEALTH_CALLS
 
 
 def test_reflection_needs_the_token(served, stranger):
@@ -474,7 +471,7 @@ def test_reflection_needs_the_token(served, stranger):
     for token, expected in ((None, grpc.StatusCode.UNAUTHENTICATED), ("right", grpc.StatusCode.OK)):
         metadata = () if token is None else security.metadata(endpoint_of(served.info).token)
         call = reflection_pb2_grpc.ServerReflectionStub(stranger).ServerReflectionInfo(
-            iter([request]), metadata=metadata, timeout=5
+            iter([request]), metadata=metadata, timeout=SECONDS
         )
         if token is None:
             with pytest.raises(grpc.RpcError):
@@ -490,18 +487,22 @@ def test_calls_in_progress_are_bounded(tmp_path):
         client.configure()
         end = threading.Event()
         idle = [client.stub.Sample(iter(end.wait, True), **client.options) for _ in range(3)]
-        eventually(lambda: value(served, "open_calls", method="Sample") == 3)
+        until(lambda: value(served, "open_calls", method="Sample") == 3)
         fails(grpc.StatusCode.RESOURCE_EXHAUSTED, "exceeded", client.call, "Stats")
         for call in idle:
             call.cancel()
         end.set()
-        eventually(lambda: value(served, "open_calls", method="Sample") == 0)
+        until(lambda: value(served, "open_calls", method="Sample") == 0)
         assert client.rows_held() == 0
 
 
-def test_drain_answers_what_was_asked_and_ends_the_rest(tmp_path):
+def test_drain_answers_what_was_asked_and_ends_the_rest(tmp_path, monkeypatch):
     """An idle stream, an append that waits for credit, and a stream that goes on asking."""
-    with serve_open(tmp_path, drain_seconds=5.0) as served, Plain(endpoint_of(served.info)) as client:
+    with (
+        serve_open(tmp_path) as served,
+        Plain(endpoint_of(served.info)) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         client.configure()
         opened = client.open()
         client.append(opened, 0, 10)
@@ -512,15 +513,24 @@ def test_drain_answers_what_was_asked_and_ends_the_rest(tmp_path):
         requests = (replay_pb2.SampleRequest(table="main", batch=batch) for batch in itertools.count(1))
         asking = client.stub.Sample(requests, **client.options)
         next(asking)
-        eventually(lambda: value(served, "busy_requests", method="Append") == 1)
+        read = pool.submit(list, asking)  # or its answers would soon fill the connection
+        until(lambda: value(served, "busy_requests", method="Append") == 1)
+        stop = served.server.grpc.stop
+
+        def stop_after_goodbyes(seconds):
+            if seconds == LAST_WORDS:  # long enough for them, but on a busy machine
+                until(lambda: waiting.done() and asking.done())
+            return stop(seconds)
+
+        monkeypatch.setattr(served.server.grpc, "stop", stop_after_goodbyes)
         began = time.monotonic()
-        drained = served.server.drain(5.0)
+        drained = served.server.drain(10 * SECONDS)
         assert drained
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < SECONDS
         assert served.server.health.Check(health_pb2.HealthCheckRequest(), None).status == NOT_SERVING
-        for call in (idle, waiting, asking):
+        for answers in (lambda: list(idle), lambda: list(waiting), read.result):
             with pytest.raises(grpc.RpcError):
-                list(call)
+                answers()
         assert idle.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         for call in (waiting, asking):
             assert call.code() is grpc.StatusCode.UNAVAILABLE

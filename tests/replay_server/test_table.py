@@ -22,6 +22,7 @@ from replay_server.table import Tables
 from telamon.data import ArraySpec, RowSpec, WindowSpec, WriteBack, to_columns
 from telamon.replay import StreamSuperseded, TableSpec, TickGap
 from tests.replay_server.model import ROW, latents_of, rows_of
+from tests.waiting import SECONDS
 
 WINDOW = WindowSpec(4, context=2, cross_episodes=True, closed_only=False, start="windows", latents="context")
 SPEC = TableSpec(ROW, WINDOW, capacity=20, max_envs=8)
@@ -698,10 +699,10 @@ def test_ticks_go_on_while_a_mark_is_written(service, monkeypatch):
         if path.name.startswith("chunk") and threading.current_thread() is threading.main_thread():
             thread = threading.Thread(target=tick, args=(t, opened, ticked[0]))
             thread.start()
-            thread.join(0.2)
-            if thread.is_alive():  # the last pass holds it up
+            if t._lock._is_owned():  # the last pass holds it up
                 waiting.append(thread)
             else:
+                thread.join(SECONDS)
                 ticked[0] += 1
         real(path, data, sync)
 
@@ -709,7 +710,7 @@ def test_ticks_go_on_while_a_mark_is_written(service, monkeypatch):
     monkeypatch.setattr(durable, "write_through", write_through)
     t.mark("m")
     monkeypatch.undo()
-    for thread in waiting[:1]:
+    for thread in waiting:  # all of the same tick
         thread.join()
     assert ticked[0] > 303
     assert waiting
@@ -963,7 +964,7 @@ def test_a_disk_that_is_really_full_kills_nobody(tmp_path):
         pytest.skip("a small disk takes the right to mount one")
     try:
         run = subprocess.run(
-            [sys.executable, "-c", ON_A_SMALL_DISK, small], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", ON_A_SMALL_DISK, small], capture_output=True, text=True, timeout=SECONDS, check=False
         )
         assert (run.returncode, run.stdout) == (0, "fine\n"), run.stderr
     finally:

@@ -19,7 +19,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(mode: str) -> int:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-c", PROGRAM, mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return int(done.stdout)
 
 

@@ -15,6 +15,7 @@ from telamon.envs.base import EnvError, Step
 from telamon.envs.checks import MAX_REBUILDS, env_seed, to_bounds, unsound
 from telamon.envs.counting import EPISODES_PER_REBUILD, Fault, encode, make
 from telamon.envs.host import HostEnvs, Transition
+from tests.waiting import SECONDS
 
 E = 3
 RAISED = "RuntimeError: the counting environment was told to break"
@@ -201,17 +202,17 @@ def test_the_environment_being_stepped_can_be_seen_from_outside(monkeypatch: pyt
 
     def sleep(_: float) -> None:
         hung.set()
-        release.wait(10)
+        release.wait(SECONDS)
 
     monkeypatch.setattr(time, "sleep", sleep)
     env = make("continuous", E, 0, faults=[Fault("hang", env=1, t=1)])
     env.reset()
     thread = threading.Thread(target=env.step, args=(action(),))
     thread.start()
-    assert hung.wait(10)
+    assert hung.wait(SECONDS)
     assert env.active == 1
     release.set()
-    thread.join(10)
+    thread.join(SECONDS)
     assert env.active is None
 
 

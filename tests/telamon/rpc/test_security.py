@@ -11,6 +11,7 @@ import pytest
 from telamon.rpc import security
 from telamon.rpc.security import Endpoint
 from tests.service import make_certificate
+from tests.waiting import SECONDS
 
 TOKEN = "0123456789abcdef"
 
@@ -139,7 +140,7 @@ def echo_server(credentials):
 
 def say(endpoint, message=b"hello"):
     with security.open_channel(endpoint) as channel:
-        return channel.unary_unary("/test.Echo/Say")(message, timeout=5)
+        return channel.unary_unary("/test.Echo/Say")(message, timeout=SECONDS)
 
 
 def test_messages_are_bounded_both_ways():

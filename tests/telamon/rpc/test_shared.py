@@ -228,7 +228,7 @@ slots = SharedSlots.create(2, 4096, Path(sys.argv[1]))
 if sys.argv[2] == "unlink":
     slots.unlink()
 print(slots.path, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
