@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
@@ -13,7 +14,12 @@ from telamon.agents.base import Agent, Mode, PyTree
 from telamon.data import Counters, Rows, as_dtype
 from telamon.envs.base import Action, BatchedEnv, EnvError, Step, map_action, random_action, zero_action
 from telamon.keys import Stream, generator, stream
-from telamon.replay import Replay
+
+
+class Sink(Protocol):
+    """The part of a `Replay` that takes rows."""
+
+    def append(self, rows: Rows) -> None: ...
 
 
 class Episode(NamedTuple):
@@ -23,6 +29,59 @@ class Episode(NamedTuple):
     total_reward: float
     length: int
     """Agent steps."""
+
+
+Doing = Literal["idle", "snapshot", "acting", "replay", "environment"]
+"""What an actor does, or waits for; `replay`: for credit, or for a replay server that is away."""
+
+
+class Stopwatch:
+    """What is being done now, and the seconds that each thing has taken. Another thread may look.
+
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.doing: Doing = "idle"
+        self.seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
+        """Of what was finished."""
+        self._clock = clock
+        self._since = clock()
+
+    def now(self, doing: Doing) -> None:
+        """Ends what was being done, and begins something."""
+        at = self._clock()
+        self.seconds[self.doing] += at - self._since
+        self.doing, self._since = doing, at
+
+
+class Books:
+    """Returns and lengths of the episodes that are going on in a batch of environments."""
+
+    def __init__(self, agent: Agent, num_envs: int) -> None:
+        self._agent = agent
+        self.total_reward = np.zeros(num_envs)
+        self.length = np.zeros(num_envs, np.int64)
+
+    def enter(self, step: Step, counters: Counters) -> list[Episode]:
+        """Takes in new observations, and counts their transitions; returns the episodes that they end.
+
+        Raises EnvError for a termination that the agent was told would not come.
+        """
+        if step.is_terminal.any() and not self._agent.learns_terminations:
+            env = int(np.flatnonzero(step.is_terminal)[0])
+            raise EnvError(
+                f"environment {env} ({self._agent.env.id}) terminated at step {self.length[env] + 1} of its episode, "
+                "but this agent was told that episodes only run out of time; set agent.episodic"
+            )
+        self.total_reward = np.where(step.is_first, 0, self.total_reward + step.reward)
+        self.length = np.where(step.is_first, 0, self.length + 1)
+        counters.transitions += int((~step.is_first).sum())
+        ended = [
+            Episode(int(e), float(self.total_reward[e]), int(self.length[e])) for e in np.flatnonzero(step.is_last)
+        ]
+        counters.episodes += len(ended)
+        return ended
 
 
 def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
@@ -42,6 +101,11 @@ def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
     return jax.jit(act)
 
 
+def random_draws(seed: int, index: tuple[int, ...], tick: int) -> np.random.Generator:
+    """What the random actions of one tick are drawn from."""
+    return generator(seed, Stream.RANDOM_ACTION, *index, tick)
+
+
 def _zeroed(action: np.ndarray, where: np.ndarray) -> np.ndarray:
     """`action` [E, ...], zero in the environments `where` [E]."""
     return np.where(where.reshape(-1, *[1] * (action.ndim - 1)), np.zeros((), action.dtype), action)
@@ -53,19 +117,24 @@ class Collector:
     The observations that a tick ends with are already counted as transitions and appended with the next tick's
     actions: updates made in between count the newest transition and the next action sees their parameters, exactly
     as in a loop that acts, steps and then trains.
+
+    index: of this actor's own streams of randomness, below those of `seed`; a run with one actor has none.
     """
 
-    def __init__(self, agent: Agent, env: BatchedEnv, replay: Replay, seed: int, counters: Counters) -> None:
-        self._agent, self._env, self._replay, self._seed = agent, env, replay, seed
+    def __init__(
+        self, agent: Agent, env: BatchedEnv, replay: Sink, seed: int, counters: Counters, index: tuple[int, ...] = ()
+    ) -> None:
+        self._agent, self._env, self._replay = agent, env, replay
         self._act = jit_act(agent, env.num_envs, "train")
-        self._key = stream(seed, Stream.ACT)
+        self._key = stream(seed, Stream.ACT, *index)
+        self._seed, self._index = seed, index
         self._env_id = np.arange(env.num_envs, dtype=np.int32)
         self._tick = 0
         self._carry = agent.initial_carry(env.num_envs)
-        self._total_reward = np.zeros(env.num_envs)
-        self._length = np.zeros(env.num_envs, np.int64)
+        self._books = Books(agent, env.num_envs)
         self._step: Step | None = None
         self.counters = counters
+        self.stopwatch = Stopwatch()
 
     @property
     def tick_count(self) -> int:
@@ -76,28 +145,35 @@ class Collector:
 
         Raises EnvError where an environment gives what must not be learned from.
         """
+        watch = self.stopwatch
         if self._step is None:
+            watch.now("environment")
             self._enter(self._env.reset())
         step = self._step
         assert step is not None
+        watch.now("acting")
         action, latents = self._choose(params, step)
+        watch.now("replay")
         self._replay.append(
             Rows(self._env_id, step.obs, step.reward, step.is_first, step.is_last, step.is_terminal, action, latents)
         )
         self.counters.rows += self._env.num_envs
         self._tick += 1
-        return self._enter(self._env.step(action))
+        watch.now("environment")
+        ended = self._enter(self._env.step(action))
+        watch.now("idle")
+        return ended
 
     def _choose(self, params: PyTree | None, step: Step) -> tuple[Action, dict[str, np.ndarray]]:
         num_envs, spec = self._env.num_envs, self._env.spec.action
         if step.is_last.all() and not self._agent.row_spec.latents:
             return zero_action(spec, num_envs), {}  # ignored by a reset tick: no plan wasted
         if params is None:
-            action = random_action(spec, num_envs, generator(self._seed, Stream.RANDOM_ACTION, self._tick))
+            action = random_action(spec, num_envs, random_draws(self._seed, self._index, self._tick))
             latents = {k: np.zeros((num_envs, *a.shape), as_dtype(a.dtype)) for k, a in self._agent.row_spec.latents}
         else:
             chosen, self._carry, made = self._act(
-                params, self._carry, step.obs, step.is_first, self._key, np.uint32(self._tick)
+                params, self._carry, step.obs, step.is_first, self._key, np.uint32(self._tick % 2**32)
             )
             action = map_action(np.asarray, chosen)
             latents = {k: np.asarray(v) for k, v in made.items()}
@@ -105,20 +181,8 @@ class Collector:
 
     def _enter(self, step: Step) -> list[Episode]:
         """Takes new observations as pending and keeps the books of their episodes."""
-        if step.is_terminal.any() and not self._agent.learns_terminations:
-            env = int(np.flatnonzero(step.is_terminal)[0])
-            raise EnvError(
-                f"environment {env} ({self._env.spec.id}) terminated at step {self._length[env] + 1} of its episode, "
-                "but this agent was told that episodes only run out of time; set agent.episodic"
-            )
+        ended = self._books.enter(step, self.counters)
         self._step = step
-        self._total_reward = np.where(step.is_first, 0, self._total_reward + step.reward)
-        self._length = np.where(step.is_first, 0, self._length + 1)
-        self.counters.transitions += int((~step.is_first).sum())
-        ended = [
-            Episode(int(e), float(self._total_reward[e]), int(self._length[e])) for e in np.flatnonzero(step.is_last)
-        ]
-        self.counters.episodes += len(ended)
         return ended
 
     def get_state(self) -> dict[str, np.ndarray]:
@@ -127,8 +191,8 @@ class Collector:
         env = self._env.get_state() if self._step is not None else None
         return {
             "tick": np.asarray(self._tick),
-            "total_reward": self._total_reward,
-            "length": self._length,
+            "total_reward": self._books.total_reward,
+            "length": self._books.length,
             **leaves,
             **{f"env/{k}": v for k, v in (env or {}).items()},
         }
@@ -141,6 +205,6 @@ class Collector:
         self._carry = jax.tree.unflatten(treedef, [state[f"carry/{i}"] for i in range(len(leaves))])
         env = {k.removeprefix("env/"): v for k, v in state.items() if k.startswith("env/")}
         if env:
-            self._total_reward, self._length = state["total_reward"].copy(), state["length"].copy()
+            self._books.total_reward, self._books.length = state["total_reward"].copy(), state["length"].copy()
             self._step = self._env.set_state(env)
         return bool(env) or self._tick == 0

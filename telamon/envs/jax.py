@@ -135,6 +135,11 @@ def picture(grid: jax.Array, size: int) -> jax.Array:
     return jnp.rint(255 * lit.clip(0, 1)).astype(jnp.uint8)
 
 
+def _keys(base: jax.Array, tick: jax.Array) -> jax.Array:
+    """The key of each environment [E] for one tick."""
+    return jax.vmap(jax.random.fold_in, (0, None))(base, tick)
+
+
 def _strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
@@ -264,7 +269,10 @@ def make(
 
 
 class JaxEnvs:
-    """A `BatchedEnv` over a vmapped `JaxEnv`. Environment i draws from its own stream, whatever `num_envs` is."""
+    """A `BatchedEnv` over a vmapped `JaxEnv`. Environment i draws from its own stream, whatever `num_envs` is.
+
+    A jitted unroll may advance it in place of `step`: `start`, then `advance` inside, then `take` of what it gave.
+    """
 
     def __init__(self, pure: JaxEnv, num_envs: int, seed: int, on_error: OnError) -> None:
         self.spec = pure.spec
@@ -273,17 +281,17 @@ class JaxEnvs:
         self.active: int | None = None
         self._dtype = pure.action.array.dtype
         self.ticks = 0
+        self.rebuilds = on_error == "rebuild"
+        """Whether a broken environment is reset on its own, which only the host can do."""
         self._guard = Guard(pure.spec, num_envs, on_error)
+        self._pure = pure
         self._keys = jnp.stack([stream(seed, Stream.ENV, i) for i in range(num_envs)])
         self._tick = 0
         self._state: State | None = None
         self._row: Step | None = None
 
-        def keys(base: jax.Array, tick: jax.Array) -> jax.Array:
-            return jax.vmap(jax.random.fold_in, (0, None))(base, tick)
-
-        self._reset = jax.jit(lambda base, tick: jax.vmap(pure.reset)(keys(base, tick)))
-        self._step = jax.jit(lambda base, tick, state, action: jax.vmap(pure.step)(state, action, keys(base, tick)))
+        self._reset = jax.jit(lambda base, tick: jax.vmap(pure.reset)(_keys(base, tick)))
+        self._step = jax.jit(self.advance)
         self._reset_one = jax.jit(
             lambda key, tick, rebuild: pure.reset(jax.random.fold_in(jax.random.fold_in(key, tick), rebuild))
         )
@@ -297,6 +305,26 @@ class JaxEnvs:
         check_action(self.spec, self.num_envs, action)
         native = np.asarray(action, self._dtype)
         return self._settled(*self._step(self._keys, np.uint32(self._tick), self._state, native))
+
+    def start(self) -> tuple[jax.Array, State, Row]:
+        """Resets for an unroll, which is given (keys [E], states, rows) on the device and keeps them from now on."""
+        if self.ticks:
+            raise ValueError(f"{self.spec.id} has begun already; an unroll starts with fresh environments")
+        state, row = self._reset(self._keys, np.uint32(0))
+        self.take(self._to_host(row))
+        return self._keys, state, row
+
+    def advance(self, keys: jax.Array, tick: jax.Array, state: State, action: jax.Array) -> tuple[State, Row]:
+        """One agent step of all environments, pure. tick: uint32 [], that of `start` is 0; action [E, ...]."""
+        return jax.vmap(self._pure.step)(state, action, _keys(keys, tick))
+
+    def take(self, rows: Step) -> None:
+        """Takes in the rows of one tick of an unroll. Raises EnvError as `step`."""
+        for i, what in unsound(rows, self.spec):
+            self._guard.fault(i, 0 if rows.is_first[i] else int(self._guard.steps[i]) + 1, what, None)
+        self._guard.count(rows)
+        self.ticks += 1
+        self._tick += 1
 
     def _settled(self, state: State, row: Row) -> Step:
         """The rows of a tick, once every broken environment has stopped the run or started a new episode."""
