@@ -35,9 +35,10 @@ from deploy import config as configs
 from deploy import openloop
 from deploy.config import RunConfig, make_agent
 from learner import checkpoint, update
+from learner.batches import fresh_latents
 from replay_server.store import Store, table_bytes
 from telamon.agents.base import Agent, Report
-from telamon.data import Clock, Counters, TrainRatio, Window, WriteBack
+from telamon.data import Clock, Counters, TrainRatio
 from telamon.envs.base import BatchedEnv
 from telamon.envs.registry import make_env
 from telamon.keys import Stream, generator, stream
@@ -57,10 +58,6 @@ OWN_MARK = re.compile(rf"\d{{12}}-\d{{12}}|{EMPTY}")
 """Names of the marks that a run makes; a service may make others."""
 REPORTS = "report"
 """Where in a run directory the pictures of reports are."""
-
-
-class NonFiniteUpdate(RuntimeError):
-    """Too many updates in a row were not finite."""
 
 
 def build_env(config: RunConfig, num_envs: int, seed: int) -> BatchedEnv:
@@ -255,13 +252,7 @@ class Run:
         streak = int(outcome.streak)
         if streak > 0:
             self.counters.skipped = int(outcome.skipped)
-            bad = update.first_non_finite(self.metrics)
-            log.warning("event=update_skipped update=%d in_a_row=%d first=%s", self.counters.updates, streak, bad)
-            if streak >= self.config.max_skipped:
-                raise NonFiniteUpdate(
-                    f"{streak} updates in a row were skipped because {bad} was not finite, the last one update "
-                    f"{self.counters.updates}; the parameters are those before; the bound is max_skipped"
-                )
+            update.check_streak(self.counters.updates, streak, self.metrics, self.config.max_skipped)
         elif outcome.write_back is not None:
             self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, outcome.write_back))
 
@@ -389,14 +380,6 @@ class Run:
         if candidates:
             raise ValueError(f"none of the {len(candidates)} checkpoints under {directory} is whole; log.txt says why")
         return None
-
-
-def fresh_latents(window: Window, context: int, latents: Mapping[str, Any]) -> WriteBack:
-    """What an update made of a window's rows behind its context, [B, T, ...], as rows by identity."""
-    count = window.is_first.shape[1] - context
-    row = window.first_row[:, None] + context + np.arange(count)
-    flat = {k: np.asarray(v).reshape(row.size, *v.shape[2:]) for k, v in latents.items()}
-    return WriteBack(np.repeat(window.env_id, count), row.ravel(), flat, window.incarnation)
 
 
 def versions() -> dict[str, str]:

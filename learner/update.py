@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +16,12 @@ from jax.sharding import Mesh
 from learner import mesh as meshes
 from telamon.agents.base import Agent, PyTree, Report
 from telamon.data import Window
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteUpdate(RuntimeError):
+    """Too many updates in a row were not finite."""
 
 
 class LearnerState(NamedTuple):
@@ -116,3 +123,18 @@ def make_report(agent: Agent, mesh: Mesh | None = None) -> Any:
 def first_non_finite(metrics: Mapping[str, Any]) -> str | None:
     """Name of the first metric, in the order in which the update computed them, that is not finite."""
     return next((name for name, value in metrics.items() if not np.isfinite(value)), None)
+
+
+def check_streak(index: int, streak: int, metrics: Mapping[str, Any], bound: int) -> None:
+    """Logs that an update was skipped.
+
+    index: of the update, from 1. streak: updates skipped in a row, this one included. Raises NonFiniteUpdate where they
+    are `bound`.
+    """
+    bad = first_non_finite(metrics)
+    log.warning("event=update_skipped update=%d in_a_row=%d first=%s", index, streak, bad)
+    if streak >= bound:
+        raise NonFiniteUpdate(
+            f"{streak} updates in a row were skipped because {bad} was not finite, the last one update {index}; "
+            "the parameters are those before; the bound is max_skipped"
+        )

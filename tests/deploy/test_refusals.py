@@ -15,7 +15,7 @@ from rich.console import Console
 
 from deploy import local
 from deploy.config import CheckpointConfig, EnvConfig, EvalConfig, RunConfig
-from learner import checkpoint
+from learner import checkpoint, update
 from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.envs.base import EnvError
 from telamon.envs.counting import Fault
@@ -106,7 +106,7 @@ def test_updates_that_are_not_finite_are_skipped_and_counted(monkeypatch, tmp_pa
 def test_too_many_skipped_updates_in_a_row_stop_the_run(monkeypatch, tmp_path, random, limit):
     # with 5 in the middle of the burst; with 25 after it, where each transition adds one
     harness = probing(monkeypatch, random=random, every=10, max_skipped=limit, agent={"nan_share": 1.0})
-    with pytest.raises(local.NonFiniteUpdate) as caught:
+    with pytest.raises(update.NonFiniteUpdate) as caught:
         harness.run(tmp_path / "run")
     in_a_row = "1 updates" if limit == 1 else f"{limit} updates"
     assert str(caught.value) == (
