@@ -18,6 +18,7 @@ from telamon.agents.tdmpc2.config import TDMPC2Config
 from telamon.data import EnvSpec
 
 CONFIG_FILE = "config.yaml"
+CLUSTER_FILE = "cluster.yaml"
 
 SAFE_TO_CHANGE = {
     "steps", "log_every", "memory_limit", "max_skipped", "eval", "report", "checkpoint", "env.timeout", "env.on_error",
@@ -187,6 +188,90 @@ class RunConfig:
             raise ValueError(f"memory_limit={self.memory_limit} must be above 0 GiB")
 
 
+@dataclass(frozen=True)
+class MeshConfig:
+    """How the learner's devices share the work. The batch is always split over all of them."""
+
+    fsdp: int = 1
+    """Devices over which parameters and optimiser are split; 1: each device has all of them."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How a run is spread over a cluster (`telamon launch`)."""
+
+    actors: int = 2
+    """Rollout workers, each with env.num environments; `telamon scale` changes it while the run goes on."""
+    max_actors: int | None = None
+    """Most rollout workers that the replay has room for; None: four times `actors`, and 8 at least."""
+    replay_shards: int = 1
+    """Replay servers; a worker's rows all go to one of them."""
+    learners: int = 1
+    """Processes of the learner, each on a host of its own, with all of its accelerators."""
+    address: str | None = None
+    """A Ray cluster: HOST:PORT, auto, or ray://...; None: the environment variable RAY_ADDRESS, else a cluster of its
+    own on this machine, which ends with the command."""
+    actor_cpus: float = 1.0
+    """CPUs that Ray reserves for each rollout worker, and for the evaluator."""
+    actor_gpus: float = 0.0
+    """GPUs, or parts of one, for each; 0: they act on the CPU."""
+    learner_cpus: float = 1.0
+    """CPUs for each process of the learner."""
+    learner_gpus: float = 0.0
+    """GPUs for each; with neither GPUs nor TPUs the learner runs on the CPU of this command's host."""
+    learner_tpus: float = 0.0
+    """TPU chips for each."""
+    publish_seconds: float = 0.1
+    """Shortest time between two snapshots of the parameters for the actors."""
+    band: int | None = None
+    """Rows by which learner and actors may be ahead of the train ratio; None: the fewest that keep both going, and an
+    update's worth more."""
+    restarts: int = 10
+    """Deaths of one part within ten minutes after which the run gives up."""
+    flush_every: float = 300.0
+    """Seconds between marks of the replay on disk, which outlive the machine."""
+    tls_certificate: str | None = None
+    """PEM file, on every node, of the certificate that replay servers on several nodes show; with it, tls_key and
+    root_certificate."""
+    tls_key: str | None = None
+    """PEM file of its private key."""
+    root_certificate: str | None = None
+    """PEM file of what the certificate descends from."""
+    insecure: bool = False
+    """Let replay servers on several nodes serve without TLS: rows and token can be read on the way."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        low = {"actors": 1, "replay_shards": 1, "learners": 1, "restarts": 0, "actor_cpus": 0, "actor_gpus": 0,
+               "learner_cpus": 0, "learner_gpus": 0, "learner_tpus": 0, "publish_seconds": 0,
+               "mesh.fsdp": 1}  # fmt: skip
+        values = flatten(asdict(self))
+        for key, bound in low.items():
+            if not values[key] >= bound:
+                raise ValueError(f"{key}={values[key]} must be at least {bound}")
+        if not self.flush_every > 0:
+            raise ValueError(f"flush_every={self.flush_every} must be above 0 seconds")
+        if self.most_actors < self.actors:
+            raise ValueError(f"max_actors={self.max_actors} is less than actors={self.actors}")
+        if self.replay_shards > self.actors:
+            raise ValueError(
+                f"replay_shards={self.replay_shards} is more than actors={self.actors}: each shard needs a worker that "
+                "writes to it"
+            )
+        tls = (self.tls_certificate, self.tls_key, self.root_certificate)
+        if any(tls) and not all(tls):
+            raise ValueError("TLS needs all of tls_certificate, tls_key and root_certificate")
+
+    @property
+    def most_actors(self) -> int:
+        """Workers that the replay has room for."""
+        return max(8, 4 * self.actors) if self.max_actors is None else self.max_actors
+
+
+FIXED = ("replay_shards", "max_actors")
+"""What a resumed cluster run may not change, because the shards' files are made for it."""
+
+
 def make_agent(config: RunConfig, env: EnvSpec) -> Agent:
     """The agent of a run. Raises ValueError where it cannot learn this environment."""
     return ALGORITHMS[config.algorithm].agent(config.agent, env)
@@ -200,9 +285,21 @@ def default_run_dir(config: RunConfig) -> Path:
 
 def save(config: RunConfig, run_dir: Path) -> None:
     """Writes config.yaml, complete or not at all."""
-    temporary = run_dir / f".{CONFIG_FILE}"
-    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    temporary.replace(run_dir / CONFIG_FILE)
+    _write(config, run_dir / CONFIG_FILE)
+
+
+def save_cluster(config: ClusterConfig, run_dir: Path) -> None:
+    """Writes cluster.yaml, complete or not at all."""
+    _write(config, run_dir / CLUSTER_FILE)
+
+
+def load_cluster(run_dir: Path) -> ClusterConfig:
+    """How a run was spread over a cluster. Raises FileNotFoundError or ValueError with one sentence."""
+    path = run_dir / CLUSTER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{run_dir} holds no run of `telamon launch`: it has no {CLUSTER_FILE}")
+    found: ClusterConfig = _build(ClusterConfig, _read(path), "", path)
+    return found
 
 
 def load(run_dir: Path) -> RunConfig:
@@ -210,13 +307,23 @@ def load(run_dir: Path) -> RunConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{run_dir} is no run directory: it holds no {CONFIG_FILE}")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    values = _read(path)
     name = values.get("algorithm") if isinstance(values, Mapping) else None
     agent = next((a.config for known, a in ALGORITHMS.items() if known == name), TDMPC2Config)  # else name is refused
     return _build(RunConfig, {"agent": {}, **values} if isinstance(values, Mapping) else values, "", path, agent=agent)
+
+
+def _write(config: RunConfig | ClusterConfig, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    temporary.replace(path)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
 
 
 def _build(kind: type, values: Any, prefix: str, path: Path, **narrowed: type) -> Any:

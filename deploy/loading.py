@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,32 @@ from deploy import config as configs
 from deploy.config import RunConfig, make_agent
 from learner import checkpoint, update
 from telamon.agents.base import Agent, PyTree
-from telamon.data import env_spec_from_json
+from telamon.data import EnvSpec, env_spec_from_json
+
+SPEC_FILE = "env_spec.json"
+"""Of a launch: what its environments are like, for parts whose node has no environment library."""
+
+
+def save_spec(spec: EnvSpec, run_dir: Path) -> None:
+    """Writes env_spec.json, complete or not at all."""
+    temporary = run_dir / f".{SPEC_FILE}"
+    temporary.write_text(json.dumps(asdict(spec), indent=1))
+    temporary.replace(run_dir / SPEC_FILE)
+
+
+def agent_of(run_dir: Path) -> Agent:
+    """The agent of a launch, from its run directory alone. Raises FileNotFoundError or ValueError with one sentence."""
+    path = run_dir / SPEC_FILE
+    try:
+        spec = env_spec_from_json(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{run_dir} holds no {SPEC_FILE}: the learner's node does not see the run directory; put it on a file "
+            "system that they share (--run-dir)"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return make_agent(configs.load(run_dir), spec)
 
 
 class Trained(NamedTuple):

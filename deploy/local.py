@@ -82,16 +82,16 @@ def env_seed(config: RunConfig, run_dir: Path) -> int:
     return config.seed
 
 
-def capacity(config: RunConfig, agent: Agent) -> int:
-    """Rows per environment: what the agent's preset keeps, or what the whole run can give, if that is less."""
-    transitions = math.ceil(config.steps / agent.env.action_repeat / config.env.num)
+def capacity(config: RunConfig, agent: Agent, num_envs: int) -> int:
+    """Rows per environment, of `num_envs`: what the agent's preset keeps, or what the whole run can give, if less."""
+    transitions = math.ceil(config.steps / agent.env.action_repeat / num_envs)
     longest = agent.env.episode_length
     # An episode has one row more than transitions. Truncations before the announced limit are not allowed for, nor
     # terminations in less than SHORTEST steps on average: they cost the oldest rows of a run's last part, where twice
     # the memory would be the price of holding them.
     shortest = SHORTEST if longest is None or agent.learns_terminations else longest
     run = transitions + math.ceil(transitions / shortest) + 1
-    return min(agent.capacity(config.env.num), max(run, agent.window_spec.length))
+    return min(agent.capacity(num_envs), max(run, agent.window_spec.length))
 
 
 def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
@@ -104,7 +104,8 @@ def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
         if config.replay.address is not None:
             return 0  # the service has a limit of its own
         smaller = replace(config, agent=replace(config.agent, buffer_size=buffer_size))
-        return table_bytes(agent.row_spec, config.env.num, capacity(smaller, make_agent(smaller, agent.env)))
+        rows = capacity(smaller, make_agent(smaller, agent.env), config.env.num)
+        return table_bytes(agent.row_spec, config.env.num, rows)
 
     state = jax.eval_shape(agent.init, jax.random.key(0))
     predicted = {
@@ -128,7 +129,7 @@ def sizes(config: RunConfig, agent: Agent, predicted: Mapping[str, int]) -> str:
     here = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in predicted.items() if size)
     if config.replay.address is None:
         return f"memory when full: {here}"
-    there = table_bytes(agent.row_spec, config.env.num, capacity(config, agent))
+    there = table_bytes(agent.row_spec, config.env.num, capacity(config, agent, config.env.num))
     return f"memory when full: {here}; at {config.replay.address}: replay {there / GIB:.2f} GiB"
 
 
@@ -138,7 +139,7 @@ def open_replay(config: RunConfig, run_dir: Path, agent: Agent) -> Iterator[Repl
 
     Raises ValueError, among others for a table there of another run, PermissionError for a wrong token, TimeoutError.
     """
-    rows = capacity(config, agent)
+    rows = capacity(config, agent, config.env.num)
     c = config.replay
     if c.address is None:
         rng = generator(config.seed, Stream.REPLAY)

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -34,6 +34,30 @@ MARGIN = 3
 """Columns left free beside the panel: the terminal's own "^C" fits there and moves no line."""
 RETURNS = {"return": "train/return", "eval": "eval/return"}
 """Label -> metric of the returns shown, last and best."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of a cluster, as its run's screen shows it."""
+
+    name: str
+    """`learner`, `actor-3`, `shard-0`, ..."""
+    where: str
+    """Host and process id; empty while it has none."""
+    now: str
+    """What it does or waits for."""
+    numbers: str = ""
+    """What it has done, in short."""
+
+
+def parts_table(parts: Sequence[Part]) -> Table:
+    """Who runs where, what each waits for."""
+    table = Table.grid(padding=(0, 2))
+    for style in ("bold", "dim", "yellow", ""):
+        table.add_column(style=style, overflow="fold")
+    for part in parts:
+        table.add_row(part.name, part.where, part.now, part.numbers)
+    return table
 
 
 class Rate:
@@ -66,6 +90,10 @@ class Progress:
     """Last value of each metric, by the metrics writer's names."""
     best: dict[str, float] = field(default_factory=dict)
     """Highest return so far, by the same names."""
+    parts: Sequence[Part] = ()
+    """The processes of a cluster; none where there is one process alone. Lines tell them when one has moved."""
+    notes: Sequence[str] = ()
+    """Sentences at the end of the panel."""
     elapsed: float = 0.0
     """Seconds since the view was made."""
     env_steps_rate: float = math.nan
@@ -118,6 +146,11 @@ def panel(progress: Progress, width: int) -> Panel:
     body = Table.grid(expand=True)
     body.add_row(bar)
     body.add_row(rows)
+    if progress.parts:
+        body.add_row("")
+        body.add_row(parts_table(progress.parts))
+    for note in progress.notes:
+        body.add_row(Text(note, style="dim"))
     return Panel(body, title=Text(progress.title), title_align="left", width=width)
 
 
@@ -138,6 +171,8 @@ class LiveView:
         self._clock = clock
         self._started = self._drawn = clock()
         self._env_steps_rate, self._updates_rate = Rate(), Rate()
+        self._placed: list[tuple[str, str]] = []
+        """Who was where when the parts were last printed as lines."""
         # The file is asked, not the console: FORCE_COLOR makes rich call a log file a terminal.
         in_place = console.file.isatty() and not console.is_dumb_terminal
         self._interval = PANEL_SECONDS if in_place else LINE_SECONDS
@@ -153,6 +188,8 @@ class LiveView:
         updates: int | None = None,
         metrics: Mapping[str, float] | None = None,
         status: str | None = None,
+        parts: Sequence[Part] | None = None,
+        notes: Sequence[str] | None = None,
     ) -> None:
         """Takes what is new (None: unchanged) and draws if it is time, or at once for a new `status`.
 
@@ -162,6 +199,8 @@ class LiveView:
         p = self._progress
         p.env_steps = p.env_steps if env_steps is None else env_steps
         p.updates = p.updates if updates is None else updates
+        p.parts = p.parts if parts is None else parts
+        p.notes = p.notes if notes is None else notes
         for key, value in (metrics or {}).items():
             p.metrics[key] = value
             if key in RETURNS.values():
@@ -195,6 +234,13 @@ class LiveView:
         p.updates_rate = self._updates_rate.add(p.updates, now)
         if self._live is None:
             self._print(line(p))
+            placed = [(part.name, part.where) for part in p.parts]
+            if placed != self._placed and all(where for _, where in placed):
+                self._placed = placed
+                for part in p.parts:
+                    self._print("  ".join(["", part.name, part.where, part.now, part.numbers]).rstrip())
+                for note in p.notes:
+                    self._print(f"  {note}")
         else:
             self._live.update(panel(p, min(PANEL_WIDTH, self._console.width - MARGIN)), refresh=True)
 

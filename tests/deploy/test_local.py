@@ -309,7 +309,7 @@ def spec_of(length: int | None) -> EnvSpec:
 def test_capacity_is_what_the_run_needs(steps, num_envs, length, episodic, rows_per_env):
     config = RunConfig("tdmpc2", "x:y", steps=steps, env=EnvConfig(num=num_envs))
     agent = TDMPC2(replace(config.agent, episodic=episodic), spec_of(length))
-    assert local.capacity(config, agent) == rows_per_env
+    assert local.capacity(config, agent, config.env.num) == rows_per_env
 
 
 def test_a_whole_run_fits_its_capacity(monkeypatch, tmp_path):

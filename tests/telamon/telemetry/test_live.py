@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from telamon.telemetry.live import LINE_SECONDS, PANEL_SECONDS, RATE_SECONDS, LiveView, Rate
+from telamon.telemetry.live import LINE_SECONDS, PANEL_SECONDS, RATE_SECONDS, LiveView, Part, Rate
 from tests.waiting import SECONDS
 
 
@@ -121,6 +121,34 @@ def test_panel_redraws_in_place_and_gives_the_cursor_back(clock):
     assert "123.4 last  123.4 best" in text
     assert "\x1b[1A" in text  # moves up to draw over itself
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+PARTS = [Part("learner", "here pid 1", "waits for rows", "7 updates"), Part("actor-0", "there pid 2", "acts")]
+
+
+def test_the_panel_shows_who_runs_where(clock):
+    view, out = panel_view(clock)
+    with view:
+        view.update(parts=PARTS, notes=["logs RUN/logs"], status="running")
+    for text in ("learner", "here pid 1", "waits for rows", "7 updates", "there pid 2", "logs RUN/logs"):
+        assert text in out.getvalue()
+
+
+def test_lines_tell_who_runs_where_when_that_changes(clock):
+    view, out = plain_view(clock)
+
+    def said(parts):
+        clock.now += LINE_SECONDS
+        before = len(out.getvalue().splitlines())
+        view.update(env_steps=1, parts=parts, notes=["logs RUN/logs"])
+        return out.getvalue().splitlines()[before + 1 :]
+
+    with view:
+        assert said([PARTS[0], Part("actor-0", "", "starting")]) == []
+        every = ["  learner  here pid 1  waits for rows  7 updates", "  actor-0  there pid 2  acts", "  logs RUN/logs"]
+        assert said(PARTS) == every
+        assert said([PARTS[0], Part("actor-0", "there pid 2", "waits")]) == []
+        assert len(said([PARTS[0], Part("actor-0", "there pid 3", "acts")])) == 3
 
 
 def test_time_left_waits_for_updates(clock):

@@ -1,0 +1,53 @@
+"""The sizes of a cluster run, worked out before anything starts: tables, rate limiter, memory. No Ray here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from deploy.config import ClusterConfig, RunConfig
+from deploy.local import capacity
+from telamon.agents.base import Agent
+from telamon.data import LimiterConfig
+from telamon.replay import TableSpec
+
+TICKS_AHEAD = 32
+"""Ticks of all environments that either side may be ahead: the limiter looks ten times per second, and what comes in
+between two looks has to fit."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a config and an agent."""
+
+    table: TableSpec
+    """Of each shard."""
+    limiter: LimiterConfig
+    shard_bytes: int
+    """Of each shard, once the rings of the first workers are full."""
+
+
+def make_plan(config: RunConfig, cluster: ClusterConfig, agent: Agent) -> Plan:
+    """Raises ValueError where the agent's schedule cannot be kept, or its batch cannot be split over the learners."""
+    num_envs = cluster.actors * config.env.num
+    rows = capacity(config, agent, num_envs)
+    agent.schedule(num_envs)  # refuses what could never start
+    shares = lambda actors: math.ceil(actors / cluster.replay_shards) * config.env.num
+    table = TableSpec(agent.row_spec, agent.window_spec, rows, shares(cluster.most_actors))
+    if agent.batch_size % cluster.learners:
+        raise ValueError(f"agent.batch_size={agent.batch_size} cannot be split evenly over learners={cluster.learners}")
+    return Plan(
+        table, _limiter(config, cluster, agent, rows * num_envs), agent.row_spec.nbytes * rows * shares(cluster.actors)
+    )
+
+
+def _limiter(config: RunConfig, cluster: ClusterConfig, agent: Agent, capacity: int) -> LimiterConfig:
+    num_envs = cluster.actors * config.env.num
+    trained = agent.batch_size * (agent.window_spec.length - agent.window_spec.context)
+    most = cluster.most_actors * config.env.num
+    schedule = agent.schedule(num_envs)
+    make = lambda band: LimiterConfig.following(schedule, trained, most, capacity, band)
+    if cluster.band is not None:
+        return make(cluster.band)
+    wide = make(2**62)
+    return replace(wide, band=wide.smallest_band + math.ceil(wide.update_rows) + TICKS_AHEAD * num_envs)
