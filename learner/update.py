@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,6 +66,22 @@ def shardings(agent: Agent, mesh: Mesh) -> LearnerState:
     return placed
 
 
+def partitioned(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Lets code that is traced inside know whether it will be split over devices."""
+    return nullcontext() if mesh is None or mesh.size == 1 else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def gathered(train: PyTree, mesh: Mesh | None) -> PyTree:
+    """What networks read of a train state, whole on every device: once per update, not once per step of a scan.
+
+    The optimiser's own arrays (field `optim`) stay cut: they meet nothing but the gradient's part of the same device.
+    """
+    if mesh is None:
+        return train
+    whole = lambda tree: jax.lax.with_sharding_constraint(tree, meshes.replicated(mesh))
+    return train._replace(**{name: whole(getattr(train, name)) for name in train._fields if name != "optim"})
+
+
 def make_update(agent: Agent, mesh: Mesh | None = None) -> Any:
     """`update(state, window, key, index) -> (state, outcome)`, jitted; donates `state`.
 
@@ -79,7 +96,8 @@ def make_update(agent: Agent, mesh: Mesh | None = None) -> Any:
 
     def update(state: LearnerState, window: Window, key: jax.Array, index: jax.Array) -> tuple[LearnerState, Outcome]:
         noise = agent.draw_update_noise(jax.random.fold_in(key, index))
-        new, metrics, write_back = agent.update(state.train, window, noise)
+        with partitioned(mesh):
+            new, metrics, write_back = agent.update(gathered(state.train, mesh), window, noise)
         ok = jnp.isfinite(jnp.stack([jnp.asarray(v, jnp.float32) for v in metrics.values()])).all()
         train = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state.train)
         skipped = state.skipped + jnp.where(ok, 0, 1)

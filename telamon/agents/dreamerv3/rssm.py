@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.agents.dreamerv3.distributions import one_hot_sample, sg
 from telamon.agents.dreamerv3.networks import EPS, BlockLinear, Params, normed, scaled
-from telamon.networks import Linear, matmul, rms_norm
+from telamon.networks import Linear, matmul, per_device, rms_norm
 
 
 class State(NamedTuple):
@@ -147,6 +147,17 @@ class RSSM:
         Only the recurrence stays in the scan: the products of actions and tokens with their weights are made before.
         gumbel: [B, T, S, C].
         """
+        return per_device(self._observe, p, carry, tokens, prev_action, is_first, gumbel)
+
+    def _observe(
+        self,
+        p: Params,
+        carry: State,
+        tokens: jax.Array,
+        prev_action: jax.Array,
+        is_first: jax.Array,
+        gumbel: jax.Array,
+    ) -> Observed:
         keep = 1 - is_first.astype(self.dtype)
         action = self.embed_action(p, prev_action * keep[..., None])
         xs = (action, self.token_part(p, tokens), keep, gumbel)
