@@ -366,6 +366,7 @@ class Pool:
 
     def _left(self, member: _Member, closed: Closed | None) -> Left:
         self._calls.kill(member.handle)
+        member.forget()
         del self._members[member.index]
         log.info("event=part_left part=%s", member.name)
         return Left(member.name, closed)

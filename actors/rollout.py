@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import jax
@@ -318,7 +318,7 @@ class Piece:
     resets: int
     """Of the rows, those that begin an episode."""
     transitions: int
-    episodes: tuple[Episode, ...]
+    episodes: tuple[Episode, ...] = field(repr=False)
     """Those that ended."""
     first_version: int | None
     """Of the snapshot that the first row was acted with; None: at random."""
@@ -405,13 +405,13 @@ class Rollout:
                     self._swap()
                 episodes += self._source.tick(self._params(), ticks - done)
             done += 1
+            self.ticks += 1
             version = None if self.snapshot is None else self.snapshot.version
             versions = [*versions[:1], version]
             if version is not None and self._snapshots.newest is not None:
                 lag = max(lag, self._snapshots.newest - version)
             if self._outbox.late:
                 ended = "replay"
-        self.ticks += done
         rows, transitions, resets = counters
         return Piece(
             ticks=done,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -20,7 +22,29 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir(f"jax-{worker}"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    # Ray reads this when it is imported. Unset it would depend on a file in the home directory.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # [B] + [T, B] is a bug more often than a wish: broadcasting has to be written out.
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     # float32 products in float32 on every backend, or tolerances would mean different things.
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster of this process, of eight CPUs as it believes. Tests that use it are marked slow and ray.
+
+    Its processes find the checkout, and have no compilation cache: two that write an entry could tear it.
+    """
+    import ray  # not for those who test without it
+
+    variables = {"PYTHONPATH": str(Path(__file__).parents[1]), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    ray.init(
+        address="local", num_cpus=8, include_dashboard=False, object_store_memory=200_000_000,
+        _node_ip_address="127.0.0.1", log_to_driver=False, logging_level="error", runtime_env={"env_vars": variables},
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
