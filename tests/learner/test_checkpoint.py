@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -227,3 +231,128 @@ def test_everything_is_on_disk_before_it_has_its_name(monkeypatch, tmp_path):
     save(tmp_path, "0001")
     status = tmp_path.stat()
     assert (status.st_dev, status.st_ino) in synced
+
+
+# written while training goes on
+
+LONG = 120
+"""Seconds after which a test that waits has failed."""
+
+
+class Gate:
+    """Stands before the disk."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        write = np.savez
+
+        def savez(*args, **kwargs):
+            self.reached.set()
+            assert self.opened.wait(LONG)
+            write(*args, **kwargs)
+
+        monkeypatch.setattr(np, "savez", savez)
+
+
+@pytest.fixture
+def saver():
+    saver = checkpoint.Saver()
+    yield saver
+    saver.close()
+
+
+def test_training_goes_on_while_the_disk_blocks(monkeypatch, tmp_path, saver):
+    gate = Gate(monkeypatch)
+    step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    state = jax.device_put(tree(3))
+    assert saver.idle
+    saver.save(tmp_path, "0001", state, ARRAYS, META)
+    assert gate.reached.wait(LONG)
+    for _ in range(3):
+        state = step(state)
+    jax.block_until_ready(state)
+    assert not saver.idle
+    assert checkpoint.names(tmp_path) == []
+    gate.opened.set()
+    saver.wait()
+    assert saver.idle
+    found = load(tmp_path, "0001").state
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(tree(3)), strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()  # what it was, not what became of it
+
+
+def test_a_save_waits_for_the_one_before(monkeypatch, tmp_path, saver):
+    gate = Gate(monkeypatch)
+    saver.save(tmp_path, "0001", tree(1), ARRAYS, META)
+    second = threading.Thread(target=saver.save, args=(tmp_path, "0002", tree(2), ARRAYS, META))
+    second.start()
+    assert gate.reached.wait(LONG)
+    assert second.is_alive()
+    gate.opened.set()
+    second.join(LONG)
+    saver.wait()
+    assert checkpoint.names(tmp_path) == ["0002", "0001"]
+    assert [int(load(tmp_path, name).state.count) for name in ("0001", "0002")] == [1, 2]
+
+
+@pytest.mark.parametrize("again", ["save", "wait"])
+def test_an_error_arrives_with_the_next_call_and_once(monkeypatch, tmp_path, saver, again):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        saver.save(tmp_path, "0001", tree(1), ARRAYS, META)
+        with pytest.raises(OSError, match=r"0001 could not be written .*: No space left"):
+            saver.wait() if again == "wait" else saver.save(tmp_path, "0002", tree(2), ARRAYS, META)
+    saver.save(tmp_path, "0003", tree(3), ARRAYS, META)
+    saver.wait()
+    assert checkpoint.names(tmp_path) == ["0003"]
+
+
+def test_an_error_at_the_end_is_logged(monkeypatch, tmp_path, caplog):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez", full)
+    saver = checkpoint.Saver()
+    saver.save(tmp_path, "0001", tree(1), ARRAYS, META)
+    saver.close()
+    assert "event=checkpoint_failed" in caplog.text
+    assert "No space left" in caplog.text
+
+
+def test_what_is_saved_is_what_the_arrays_were(monkeypatch, tmp_path, saver):
+    gate = Gate(monkeypatch)
+    meta = {"counters": {"rows": 1}}
+    saver.save(tmp_path, "0001", tree(), {"a": np.array(1)}, meta)
+    meta["counters"] = {"rows": 2}
+    gate.opened.set()
+    saver.wait()
+    assert load(tmp_path, "0001").meta["counters"] == {"rows": 1}
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from learner import checkpoint
+saver, directory = checkpoint.Saver(), Path(sys.argv[1])
+saver.save(directory, "0001", {"x": jnp.ones(3)}, {}, {})
+saver.wait()
+np.savez = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+saver.save(directory, "0002", {"x": jnp.zeros(3)}, {}, {})
+saver.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_leaves_the_one_before(tmp_path):
+    done = subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], timeout=LONG, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / f"{checkpoint.TEMPORARY}0002" / "state").is_dir()
+    assert checkpoint.names(tmp_path) == ["0001"]
+    like = {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    np.testing.assert_array_equal(checkpoint.load(tmp_path, "0001", like).state["x"], np.ones(3))
+    checkpoint.save(tmp_path, "0003", {"x": jnp.ones(3)}, {}, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0001", "0003"]
