@@ -861,7 +861,7 @@ def test_metrics_are_read_off_the_limiter():
     registry = CollectorRegistry()
     time, shard = Time(), Shard([4])
     found = Limiter(CONFIG, {"a": shard}, clock=time.clock, wait=time.wait)
-    LimiterMetrics(found, CONFIG.band, registry)
+    LimiterMetrics(found.status, CONFIG.band, registry)
     shard.write()
     found.look()
     assert train(found)
