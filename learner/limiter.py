@@ -5,8 +5,8 @@ what its updates are worth minus what was inserted. An update is admitted while 
 it; inserts may go on until the lead has fallen to the other edge. The rows between are the *headroom*, handed out as
 *credit*: how many rows a shard may hold of all it ever took. The rules:
 
-1. Before the fill (`min_rows`, `min_items`) nothing bounds inserts and nothing is trained on. The fill owes no updates,
-   or those beyond `lead`, in one burst, once per run.
+1. Before the fill (`min_rows`, `min_items`) nothing is trained on, and every look lets each shard take a band's rows: so
+   no more than that comes beyond the fill. It owes no updates, or those beyond `lead`, in one burst, once per run.
 2. From then on shards that can be sampled are *members*. Only rows that a member took while it was one are on the
    clock. A shard without a window to offer lets every row pass by itself: it joins with its first window.
 3. The sum of all credit never exceeds the band less one tick, which may be on its way past its look at the credit.
@@ -294,7 +294,7 @@ class Limiter:
             if self._filled:
                 self._give(self._count(found))
             else:
-                self._unbound(found)
+                self._let(found)
             with self._state:
                 self._looks += 1
                 self._note(self._clock())
@@ -309,11 +309,11 @@ class Limiter:
             self._inserted = max(0, self._totals.inserted - self._config.lead)
         log.info("event=limiter_filled rows=%d owing=%d", self._totals.inserted, self._inserted)
 
-    def _unbound(self, found: Mapping[str, Reading]) -> None:
-        """Removes bounds that an earlier limiter has left."""
+    def _let(self, found: Mapping[str, Reading]) -> None:
+        """Lets each shard take what a look's time brings, in place of any bound that an earlier limiter has left."""
         for name, reading in found.items():
-            if reading.credit >= 0:
-                self._grant(name, NO_BOUND)
+            if reading.credit != reading.rows + self._config.band:
+                self._grant(name, reading.rows + self._config.band)
 
     def _count(self, found: Mapping[str, Reading]) -> dict[str, int]:
         """Puts on the clock what members took, and makes members of all shards that can be sampled.

@@ -678,14 +678,22 @@ def test_rows_after_a_restore_count_from_the_first_look():
     assert (found.status().lead, found.totals().inserted) == (-4, 104)
 
 
-def test_nothing_bounds_inserts_before_the_fill():
-    shard = Shard([4], rows=50, credit=50)  # as the limiter before left it
+@pytest.mark.parametrize("credit", [NO_BOUND, 50])  # as a table is made, and as the limiter before left it
+def test_the_fill_is_passed_by_no_more_than_a_band(credit):
+    shard = Shard([4], rows=50, credit=credit)
     found = open_limiter(replace(CONFIG, min_rows=100), a=shard)
     while shard.rows < 100:
+        before = shard.rows
         assert shard.write()
+        while shard.write():
+            pass
+        assert CONFIG.band <= shard.rows - before < CONFIG.band + CONFIG.tick_rows
         assert not train(found)
+        if shard.rows < 100:
+            found.look()
     found.look()
-    assert 100 < shard.credit < 100 + CONFIG.band
+    assert shard.rows <= 100 + CONFIG.band + CONFIG.tick_rows
+    assert 100 < shard.credit < shard.rows + 2 * CONFIG.band
 
 
 def test_a_shard_that_hangs_does_not_keep_the_others_waiting():
