@@ -213,6 +213,8 @@ class Pool:
         self._attempts: dict[int, int] = {}
         self.size = 0
         """Workers that are wanted."""
+        self.held = False
+        """Whether no rollout is begun for now, by workers that are ready for one."""
 
     def resize(self, size: int) -> None:
         """Wants so many workers from now on: those missing are started, the last ones too many end with their rows."""
@@ -301,7 +303,7 @@ class Pool:
             if now - member.asked >= self._status_seconds:
                 member.calls[member.handle.status.remote()] = "status"
                 member.asked = now
-        if member.state == "running":
+        if member.state == "running" and not self.held:
             for _ in range(self._in_flight - member.in_flight("rollout")):
                 member.calls[member.handle.rollout.remote(member.ticks)] = "rollout"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,9 @@ from rich.table import Table
 from actors.collector import jit_act
 from actors.evaluate import evaluate
 from deploy import doctor as checks
-from deploy import local, presets
+from deploy import local, presets, running
 from deploy.cli import SUMMARIES
-from deploy.config import ALGORITHMS, OPTION_WORDS, Name, Option, RunConfig, default_run_dir
+from deploy.config import ALGORITHMS, OPTION_WORDS, ClusterConfig, Name, Option, RunConfig, default_run_dir
 from deploy.loading import load_agent
 from deploy.plot import plot_runs
 from deploy.video import write_video
@@ -31,6 +32,7 @@ from telamon.envs.registry import list_envs
 from telamon.keys import Stream, stream
 
 Options = TypeVar("Options")
+Parsed = TypeVar("Parsed", bound="Train")
 
 
 def parse(
@@ -47,8 +49,8 @@ def parse(
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Options of `telamon train` that are not part of the run's config."""
+class RunOptions:
+    """Options of `telamon train` and `telamon launch` that are not part of the run's config."""
 
     preset: tuple[str, ...] = ()
     """Named settings, as above; later ones win, other options win over all."""
@@ -62,8 +64,15 @@ class TrainOptions:
 class Train:
     """What `telamon train ALGORITHM` takes."""
 
-    options: Annotated[TrainOptions, tyro.conf.arg(name="")]
+    options: Annotated[RunOptions, tyro.conf.arg(name="")]
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Launch(Train):
+    """What `telamon launch ALGORITHM` takes."""
+
+    cluster: Annotated[ClusterConfig, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True)
@@ -83,25 +92,94 @@ class First:
 
 def train(args: list[str]) -> int:
     """Trains; the exit code is 0 at the end of the run, 130 after Ctrl-C, 2 after wrong usage."""
+    parsed = parse_run("train", args, lambda config: Train(RunOptions(), config))
+    if isinstance(parsed, int):
+        return parsed
+    return local.train(parsed.config, run_dir_of(parsed), parsed.options.resume, Console())
+
+
+def launch(args: list[str]) -> int:
+    """Trains on a cluster; exit codes as of `train`."""
+    parsed = parse_run("launch", args, lambda config: Launch(RunOptions(), config, ClusterConfig()))
+    if isinstance(parsed, int):
+        return parsed
+    if parsed.cluster.address is None and "RAY_ADDRESS" not in os.environ:
+        # Of the cluster that this command will start. Ray listens on every interface: whoever has no token is refused.
+        # It reads these when it is imported.
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    try:
+        from deploy.cluster import launch as on_cluster
+    except ImportError as e:
+        raise ImportError(f"{e}; a cluster needs more: pip install 'telamon[service,cluster]'") from e
+    return on_cluster(parsed.config, parsed.cluster, run_dir_of(parsed), parsed.options.resume, Console())
+
+
+def parse_run(name: str, args: list[str], fresh: Callable[[RunConfig], Parsed]) -> Parsed | int:
+    """What comes after `telamon train` or `telamon launch`; the exit code where no algorithm is named.
+
+    fresh: the defaults of everything, from those of the config.
+    """
     if not args or args[0] not in ALGORITHMS:
         asked = bool({"-h", "--help"} & set(args))
-        rows = "\n".join(f"  {name:<10} {algorithm.summary}" for name, algorithm in ALGORITHMS.items())
-        usage = f"usage: telamon train ALGORITHM ENV ... (telamon train ALGORITHM --help says more)\n\n{rows}"
+        rows = "\n".join(f"  {known:<10} {algorithm.summary}" for known, algorithm in ALGORITHMS.items())
+        usage = f"usage: telamon {name} ALGORITHM ENV ... (telamon {name} ALGORITHM --help says more)\n\n{rows}"
         print(usage, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     algorithm, rest = args[0], args[1:]
     first, _ = tyro.cli(First, args=[a for a in rest if a not in ("-h", "--help")], return_unknown_args=True)
-    fresh = RunConfig(
-        cast(Name, algorithm), tyro.MISSING, agent=ALGORITHMS[algorithm].config(recipe=first.agent.recipe)
-    )
-    config = presets.apply(fresh, first.preset)
-    description = f"Train {algorithm}: {ALGORITHMS[algorithm].summary}.\n\nPresets:\n{presets.listing(algorithm)}"
-    parsed = parse(Train, f"train {algorithm}", rest, Train(TrainOptions(), config), description)
+    bare = RunConfig(cast(Name, algorithm), tyro.MISSING, agent=ALGORITHMS[algorithm].config(recipe=first.agent.recipe))
+    config = presets.apply(bare, first.preset)
+    summary = f"{name.capitalize()} {algorithm}: {ALGORITHMS[algorithm].summary}."
+    description = f"{summary}\n\nPresets:\n{presets.listing(algorithm)}"
+    default = fresh(config)
+    parsed = parse(type(default), f"{name} {algorithm}", rest, default, description)
     # a preset's options for the environment stay unless they are given another value
     options = {**config.env.options, **parsed.config.env.options}
-    chosen = replace(parsed.config, env=replace(parsed.config.env, options=options))
-    run_dir = parsed.options.run_dir or default_run_dir(chosen)
-    return local.train(chosen, run_dir, parsed.options.resume, Console())
+    return replace(parsed, config=replace(parsed.config, env=replace(parsed.config.env, options=options)))
+
+
+def run_dir_of(parsed: Train) -> Path:
+    """Where the run lives."""
+    return parsed.options.run_dir or default_run_dir(parsed.config)
+
+
+# scale, status
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What `telamon scale` takes."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run directory of a `telamon launch` that is running."""
+    actors: int
+    """Rollout workers that the run shall have."""
+    timeout: float = 60.0
+    """Seconds to wait until the run says that it has taken the number."""
+
+
+def scale(args: list[str]) -> int:
+    """Changes the number of rollout workers of a running launch."""
+    options = parse(Scale, "scale", args)
+    running.ask(options.run, options.actors, options.timeout)
+    Console().print(f"{options.run} goes on with {options.actors} rollout workers", highlight=False)
+    return 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `telamon status` takes."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run directory of a `telamon launch`."""
+
+
+def status(args: list[str]) -> int:
+    """Prints who runs where and what each waits for; 0 while the run is alive, 1 when it is not."""
+    options = parse(Status, "status", args)
+    found = running.read(options.run)
+    Console().print(running.screen(found))
+    return 0 if found.alive else 1
 
 
 # eval

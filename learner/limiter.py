@@ -38,8 +38,6 @@ from telamon.data import LimiterConfig
 
 log = logging.getLogger(__name__)
 
-NO_BOUND = -1
-"""The credit of a shard that may take any number of rows."""
 PATIENCE = 4
 """A shard that did not answer is asked again after as many times as long as that took: looks wait for one another."""
 RECENT_SECONDS = 60.0

@@ -408,3 +408,17 @@ def test_no_reference_is_kept_of_what_is_gone():
 def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match="a pool of -1 workers cannot be"):
         Site().pool.resize(-1)
+
+
+def test_workers_that_are_held_are_made_ready_and_wait():
+    site = Site()
+    site.pool.held = True
+    site.pool.resize(1)
+    site.poll()
+    (worker,) = site.workers
+    site.open(worker)
+    assert site.pool.running == 1
+    assert "rollout" not in worker.kinds()
+    site.pool.held = False
+    site.poll()
+    assert worker.kinds().count("rollout") == 2

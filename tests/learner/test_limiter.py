@@ -16,13 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from prometheus_client.registry import CollectorRegistry
 
 from learner import limiter
-from learner.limiter import NO_BOUND, Limiter, Reading, Totals
+from learner.limiter import Limiter, Reading, Totals
 from learner.metrics import LimiterMetrics
 from replay_server.table import Table, Tables
 from telamon.data import ArraySpec, Clock, LimiterConfig, Rows, RowSpec, Schedule, TrainRatio, WindowSpec, to_columns
 from telamon.replay import TableSpec
 from tests.waiting import SECONDS
 
+NO_BOUND = -1
+"""The credit of a shard that nobody has bounded yet."""
 # One update trains on 16 rows and is worth 8 inserted ones.
 CONFIG = LimiterConfig(ratio=2.0, rows_per_update=16, tick_rows=4, capacity=1000, band=20)
 

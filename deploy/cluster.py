@@ -1,0 +1,958 @@
+"""A run on Ray: who is started where, who is started again, and who is told what. `telamon launch`.
+
+The driver, this process, owns every other part: they end with it. It decides nothing about learning. Rows go from the
+workers to the shards and from there to the learner, snapshots from the learner to the workers; neither passes here.
+What the driver does is a loop over what its parts tell: count, write down, start again, evaluate, scale, stop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from rich.console import Console
+
+from actors.collector import Episode
+from actors.pool import Arrived, Died, Event, Left, Pool, RestartPolicy, Restarts, Seen, Started, one_line
+from actors.worker import GROUPS as ACTOR_GROUPS
+from actors.worker import EvalSetup, EvalWorker, RolloutWorker, WorkerSetup, describe
+from deploy import config as configs
+from deploy import loading, local, openloop, running, screen
+from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
+from deploy.plan import Plan, make_plan
+from deploy.shards import ShardActor, ShardSetup
+from learner.loop import LearnerSetup
+from learner.worker import GROUPS as LEARNER_GROUPS
+from learner.worker import LearnerWorker
+from telamon.data import EnvSpec
+from telamon.envs.base import BatchedEnv
+from telamon.rpc.security import Endpoint
+from telamon.telemetry.live import LiveView, Part
+from telamon.telemetry.logs import PartLogs, setup_logging
+from telamon.telemetry.writer import METRICS_FILE, MetricsWriter, read_metrics
+
+LOG = logging.getLogger(__name__)
+
+remote: Any = ray.remote
+"""Untyped: its stub knows neither concurrency groups nor most strategies."""
+
+DRIVER_FILE = "driver.json"
+"""What the driver must still know after it was killed."""
+TOKEN_FILE = "token"
+"""Of mode 0600: the bearer token of the run's replay servers."""
+TARGETS_FILE = Path("prometheus") / "targets.json"
+LOOPBACK = "127.0.0.1"
+TABLE = "run"
+REPLAY_RESOURCE = "replay"
+"""Nodes that declare it get the replay shards; where none does, the driver's node has them."""
+TURN_SECONDS = 0.02
+"""Between two looks of the driver. Workers have their next call already, so nobody waits for it."""
+STATUS_SECONDS = 1.0
+"""Between two questions how a part stands."""
+STATUS_PATIENCE = 120.0
+"""A part that does not answer for so long is taken for dead and replaced."""
+PLACEMENT_SECONDS = 600.0
+"""In which a cluster must find room for the learner: a node may have to be started for it."""
+FINISH_SECONDS = 600.0
+"""For the updates that are still due, and the last checkpoint."""
+STOP_SECONDS = 60.0
+OBJECT_STORE_BYTES = 2**30
+"""For snapshots on their way, of a cluster that this command starts: there are two or three at a time."""
+BUFFER_TICKS = 256
+"""That a worker may have unacknowledged: as many as it keeps while its shard is away."""
+TEMPORARY = "telamon-ray-"
+
+EnvVars = Mapping[str, str]
+
+ONE_THREAD = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "OMP_NUM_THREADS": "1",
+}
+"""Workers that act on a CPU: one core each."""
+
+
+class PartFailed(RuntimeError):
+    """A part of the run gave up; the message says which and why."""
+
+
+# Ray
+
+
+class Session(NamedTuple):
+    """A connection to Ray."""
+
+    node: str
+    """Id of the driver's node."""
+    address: str
+    """Of the driver's node, as the others reach it."""
+    own: bool
+    """Whether this command started the cluster, on this machine alone."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one node only, and so loopback will do."""
+        return self.own or len(alive()) == 1
+
+
+def alive() -> dict[str, Mapping[str, Any]]:
+    """Node id -> what Ray tells of it."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+@contextmanager
+def connect(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[Session]:
+    """Joins the cluster that is named, or starts one on this machine that ends with the block.
+
+    num_cpus: that a cluster of our own pretends to have; the operating system shares out the real ones.
+    logs: where the logs of Ray itself are kept.
+    """
+    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, ValueError) as error:
+            raise ConnectionError(f"no Ray cluster answers at {address} (address, or RAY_ADDRESS): {error}") from error
+        try:
+            yield _session(own=False)
+        finally:
+            ray.shutdown()
+        return
+    _sweep()
+    temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")  # a run directory's path may be too long for it
+    try:
+        ray.init(
+            address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address=LOOPBACK, _temp_dir=temporary, **quiet,
+        )  # fmt: skip
+        yield _session(own=True)
+    finally:
+        ray.shutdown()
+        _keep_logs(Path(temporary), logs)
+
+
+def _session(own: bool) -> Session:
+    node = ray.get_runtime_context().get_node_id()
+    return Session(node, alive()[node]["NodeManagerAddress"], own)
+
+
+def _sweep() -> None:
+    """Removes what drivers that were killed have left."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        pid = path.name.removeprefix(TEMPORARY).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _keep_logs(temporary: Path, logs: Path) -> None:
+    """Keeps Ray's own logs of this session as `logs`, in place of older ones; the rest of its folder goes."""
+    found = temporary / "session_latest" / "logs"
+    if found.is_dir() and logs.parent.is_dir():
+        shutil.rmtree(logs, ignore_errors=True)
+        shutil.copytree(found, logs, ignore=_empty, ignore_dangling_symlinks=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _empty(folder: str, names: Sequence[str]) -> list[str]:
+    """Ray makes two files for every process, most of which stay empty."""
+    return [name for name in names if (path := Path(folder) / name).is_file() and not path.stat().st_size]
+
+
+# parts that are kept
+
+
+class Kept:
+    """An actor that is started again when it dies, and asked how it stands about once a second.
+
+    start: makes the actor of the n-th attempt, from 0. job: its method that is called once after each start, and whose
+    result is kept. policy: how long to wait before a start, and when to give up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[int], Any],
+        job: str | None,
+        policy: RestartPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.handle: Any = None
+        """None while it is down."""
+        self.status: Any = None
+        """What it said last; None since it was started."""
+        self.result: Any = None
+        """Of its job; None while that goes on."""
+        self.starts = 0
+        self._start, self._job, self._restarts, self._clock = start, job, Restarts(policy), clock
+        self._working: Any = None
+        self._asked: Any = None
+        self._asked_at = self._start_at = -math.inf
+
+    def poll(self) -> Sequence[str]:
+        """Does what is due, without waiting. Returns its new log lines.
+
+        Raises PartFailed once it has died too often, and where its job raised something: no restart would help.
+        """
+        now = self._clock()
+        if self.handle is None:
+            if now >= self._start_at:
+                self._begin(now)
+            return ()
+        if self._working is not None and _is_ready(self._working):
+            try:
+                self._working, self.result = None, ray.get(self._working)
+            except ray.exceptions.RayTaskError as error:
+                raise PartFailed(f"{self.name}: {error.cause}") from error.cause
+            except ray.exceptions.RayError as error:
+                self.died(one_line(error))
+                return ()
+        return self._look(now)
+
+    def died(self, reason: str) -> None:
+        """Books a death; the next start is due after a pause. Raises PartFailed where it was one too many."""
+        now = self._clock()
+        self.kill()
+        pause = self._restarts.died(now)
+        if pause is None:
+            p = self._restarts.policy
+            raise PartFailed(
+                f"{self.name} died {p.budget + 1} times within {p.window:g} s, the last time because: {reason}; "
+                "the bound is restarts"
+            )
+        LOG.warning("event=part_died part=%s reason=%r restart_in=%.1f", self.name, reason, pause)
+        self._start_at = now + pause
+
+    def kill(self) -> None:
+        """Ends the process at once, if there is one."""
+        if self.handle is not None:
+            ray.kill(self.handle)
+        self.handle = self.status = self._working = self._asked = None
+
+    def _begin(self, now: float) -> None:
+        self.handle = self._start(self.starts)
+        self.starts += 1
+        if self._job is not None:
+            self._working = getattr(self.handle, self._job).remote()
+        self._asked, self._asked_at = self.handle.status.remote(), now
+
+    def _look(self, now: float) -> Sequence[str]:
+        if self._asked is None:
+            if now - self._asked_at >= STATUS_SECONDS:
+                self._asked, self._asked_at = self.handle.status.remote(), now
+            return ()
+        if not _is_ready(self._asked):
+            if now - self._asked_at > (PLACEMENT_SECONDS if self.status is None else STATUS_PATIENCE):
+                self.died(f"it has not answered for {now - self._asked_at:.0f} s")
+            return ()
+        try:
+            self.status = ray.get(self._asked)
+        except ray.exceptions.RayError as error:
+            self.died(one_line(error))
+            return ()
+        self._asked = None
+        return self.status.log
+
+
+def _is_ready(ref: Any) -> bool:
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
+# what the driver remembers
+
+
+@dataclass
+class Memory:
+    """What goes on when a driver was killed and another one resumes; replaced about once a second."""
+
+    resets: int = 0
+    """Rows that begin an episode, as far as workers have told: the others are transitions."""
+    episodes: int = 0
+    lives: int = 0
+    """Drivers that this run has had: no two repeat the draws of their workers."""
+    version: int = 0
+    """Highest version of a snapshot that was seen."""
+    env_steps: int = 0
+    """The highest that was written down: an x-axis does not go back."""
+    evaluated: int | None = None
+    """Environment steps of the last evaluation; None before the first."""
+    reported: int = 0
+    logged: int = 0
+    shards: list[str] = field(default_factory=list)
+    """Address of the node that has each shard's files."""
+
+    def save(self, run_dir: Path) -> None:
+        temporary = run_dir / f".{DRIVER_FILE}"
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(run_dir / DRIVER_FILE)
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Memory:
+        """That of an earlier driver; a fresh one where there is none. Raises ValueError where it is damaged."""
+        path = run_dir / DRIVER_FILE
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+
+# functions that run in other processes
+
+
+def build_env(config: RunConfig, num_envs: int, folder: Path, seed: int) -> BatchedEnv:
+    """The run's environments. A file that holds one is named relative to `folder`, where the command was given."""
+    if folder.is_dir():
+        os.chdir(folder)
+    return local.build_env(config, num_envs, seed)
+
+
+def free_address() -> str:
+    """This node's address in the cluster, with a port that is free now."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+# the driver
+
+
+class Launch:
+    """A run and its parts, from the first start to the last."""
+
+    def __init__(
+        self, config: RunConfig, cluster: ClusterConfig, run_dir: Path, session: Session, spec: EnvSpec, token: str
+    ) -> None:
+        self.config, self.cluster, self.run_dir = config, cluster, run_dir
+        self.agent = make_agent(config, spec)
+        self.plan: Plan = make_plan(config, cluster, self.agent)
+        self.memory = Memory.load(run_dir)
+        self.memory.lives += 1
+        self.logs = PartLogs(run_dir / "logs")
+        self.rows = 0
+        """Of the run, as the learner's limiter saw them."""
+        self.state = "starting"
+        self._session, self._token = session, token
+        self._host = LOOPBACK if session.alone else session.address
+        self._policy = RestartPolicy(budget=cluster.restarts)
+        self._known: dict[str, str] = {}
+        """Part -> URL of its metrics."""
+        self._request: running.Request | None = running.requested(run_dir)
+        self._refusal: str | None = None
+        self._told: Mapping[str, Any] = {}
+        """The snapshots' receivers, as the learner knows them."""
+        self._group: Any = None
+        """Placement group of the learner, where it needs one."""
+        self._followers: dict[Any, Any] = {}
+        """Job -> handle of the learner's processes but the first."""
+        self._places: list[str] = []
+        """Node of each shard."""
+        self._addresses: list[str | None] = [None] * cluster.replay_shards
+        self._evaluation: tuple[Any, int] | None = None
+        """What was asked of the evaluator, and at how many environment steps."""
+        self._reporting: tuple[Any, int] | None = None
+        self._unable: set[str] = set()
+        """What reports lack, as far as that was said."""
+        self._looked_at = -math.inf
+        self.shards = [
+            Kept(f"shard-{i}", partial(self._start_shard, i), "open", self._policy)
+            for i in range(cluster.replay_shards)
+        ]
+        self.learner = Kept("learner", self._start_learner, "run", self._policy)
+        self.evaluator = Kept("evaluator", self._start_evaluator, None, self._policy)
+        self.pool = Pool(self._start_worker, policy=self._policy)
+
+    # who is started where
+
+    def _start_shard(self, number: int, attempt: int) -> Any:
+        """On the node that has its files while that is there, else on another one, where it begins empty."""
+        nodes = alive()
+        homes = [n for n in nodes if REPLAY_RESOURCE in nodes[n]["Resources"]] or [self._session.node]
+        homes.sort()
+        while len(self._places) < len(self.shards):
+            i = len(self._places)
+            before = self.memory.shards[i] if i < len(self.memory.shards) else None
+            same = [n for n in homes if nodes[n]["NodeManagerAddress"] == before]
+            self._places.append(same[0] if same else homes[i % len(homes)])
+        if self._places[number] not in nodes:
+            moved = homes[number % len(homes)]
+            LOG.warning("event=shard_moves shard=%d from=%s to=%s", number, self._places[number], moved)
+            self._places[number], self._addresses[number] = moved, None
+        place = self._places[number]
+        host = LOOPBACK if self._session.alone else nodes[place]["NodeManagerAddress"]
+        self.memory.shards = [nodes[n]["NodeManagerAddress"] if n in nodes else "" for n in self._places]
+        c = self.cluster
+        options = ["--flush-every", str(c.flush_every)]
+        if c.tls_certificate is not None and c.tls_key is not None:
+            options += ["--tls-certificate", c.tls_certificate, "--tls-key", c.tls_key]
+        elif not self._session.alone:
+            options += ["--insecure"]
+        setup = ShardSetup(
+            f"shard-{number}",
+            self.run_dir / "replay" / f"shard-{number}",
+            self._addresses[number] or f"{host}:0",
+            host,
+            tuple(options),
+        )
+        actor = remote(num_cpus=1, max_concurrency=4)(ShardActor)
+        return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False)).remote(
+            setup, self._token
+        )
+
+    def _start_learner(self, attempt: int) -> Any:
+        """Its processes; the first one's handle. Those of the attempt before are gone, or go now."""
+        for handle in self._followers.values():
+            ray.kill(handle)
+        c, config = self.cluster, self.config
+        places = self._places_of_learners()
+        setup = LearnerSetup(
+            make_agent=partial(loading.agent_of, self.run_dir),
+            run_dir=self.run_dir,
+            seed=config.seed,
+            endpoints=self._endpoints(),
+            table=TABLE,
+            spec=self.plan.table,
+            limiter=self.plan.limiter,
+            timeout=config.replay.timeout,
+            checkpoint_every=config.checkpoint.every,
+            checkpoint_keep=config.checkpoint.keep,
+            max_skipped=config.max_skipped,
+            first_version=self.memory.version + 1,
+            meta={"config": asdict(config), "env_spec": asdict(self.agent.env), "versions": local.versions()},
+            fsdp=c.mesh.fsdp,
+            publish_seconds=c.publish_seconds,
+            metrics_host=self._host,
+            size=c.learners,
+        )
+        on_cpu = c.learner_gpus == 0 and c.learner_tpus == 0
+        environment = {**self._compiled(), **({"JAX_PLATFORMS": "cpu"} if on_cpu else {})}
+        actor = remote(concurrency_groups=LEARNER_GROUPS, runtime_env={"env_vars": environment})(LearnerWorker)
+        resources: dict[str, Any] = {"num_cpus": c.learner_cpus, "num_gpus": c.learner_gpus}
+        if c.learner_tpus:
+            resources["resources"] = {"TPU": c.learner_tpus}
+        if c.learners > 1:
+            find = remote(num_cpus=0)(free_address).options(scheduling_strategy=places[0])
+            setup = replace(setup, coordinator=ray.get(find.remote()))
+        handles = [
+            actor.options(scheduling_strategy=place, **resources).remote(replace(setup, rank=rank))
+            for rank, place in enumerate(places)
+        ]
+        self._followers = {handle.run.remote(): handle for handle in handles[1:]}
+        self._told = {}
+        return handles[0]
+
+    def _places_of_learners(self) -> list[Any]:
+        """Scheduling strategies: on the driver's node, or wherever the accelerators are, as one group."""
+        c = self.cluster
+        if c.learners == 1 and c.learner_gpus == 0 and c.learner_tpus == 0:
+            return [NodeAffinitySchedulingStrategy(self._session.node, soft=False)]
+        if self._group is None:
+            bundle = {"CPU": c.learner_cpus, "GPU": c.learner_gpus, "TPU": c.learner_tpus}
+            bundles = [{k: v for k, v in bundle.items() if v}] * c.learners
+            self._group = placement_group(bundles, strategy="SPREAD")
+        if not self._group.wait(PLACEMENT_SECONDS):
+            raise PartFailed(
+                f"the cluster has had no room for {c.learners} learners of {c.learner_cpus:g} CPUs, "
+                f"{c.learner_gpus:g} GPUs and {c.learner_tpus:g} TPUs each for {PLACEMENT_SECONDS:g} s"
+            )
+        return [PlacementGroupSchedulingStrategy(self._group, i) for i in range(c.learners)]
+
+    def _start_worker(self, index: int, attempt: int) -> Any:
+        config = self.config
+        setup = WorkerSetup(
+            name=f"actor-{index}",
+            index=(index, self.memory.lives, attempt),
+            seed=config.seed,
+            make_agent=partial(make_agent, config, self.agent.env),
+            make_env=partial(build_env, config, config.env.num, Path.cwd()),
+            endpoint=self._endpoints()[index % len(self.shards)],
+            table=TABLE,
+            spec=self.plan.table,
+            buffer_ticks=BUFFER_TICKS,
+            acts_at_random=self.agent.acts_at_random and self.memory.version == 0,
+            env_timeout=config.env.timeout,
+            timeout=config.replay.timeout,
+            metrics_host=LOOPBACK if self._session.alone else None,
+        )
+        return self._acting(RolloutWorker).remote(setup)
+
+    def _start_evaluator(self, attempt: int) -> Any:
+        config = self.config
+        setup = EvalSetup(
+            name="evaluator",
+            seed=config.seed,
+            make_agent=partial(make_agent, config, self.agent.env),
+            make_env=partial(build_env, config, config.eval.episodes, Path.cwd()),
+            env_timeout=config.env.timeout,
+        )
+        self._evaluation = None
+        return self._acting(EvalWorker).remote(setup)
+
+    def _acting(self, kind: type) -> Any:
+        """An actor class of workers, anywhere in the cluster."""
+        c = self.cluster
+        environment = {**self._compiled(), **(ONE_THREAD if c.actor_gpus == 0 else {})}
+        return remote(
+            num_cpus=c.actor_cpus, num_gpus=c.actor_gpus, concurrency_groups=ACTOR_GROUPS, scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": environment},
+        )(kind)  # fmt: skip
+
+    def _compiled(self) -> EnvVars:
+        """Where what was compiled is kept, so that what is started again need not compile it again."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(self.run_dir / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
+        }
+
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        """Of the shards; all have one once they were opened."""
+        c = self.cluster
+        root = None if c.root_certificate is None else Path(c.root_certificate).read_bytes()
+        return tuple(Endpoint(address or "", self._token, root) for address in self._addresses)
+
+    # what the parts tell
+
+    @property
+    def env_steps(self) -> int:
+        """What workers have told of rows that begin an episode may lag behind, by what one that was killed did last."""
+        return max(0, self.rows - self.memory.resets) * self.agent.env.action_repeat
+
+    def start(self, stopped: Callable[[], bool]) -> None:
+        """Starts all parts; the learner and the workers once every shard has an address."""
+        while not all(self._addresses):
+            if stopped():
+                raise KeyboardInterrupt
+            self._poll_shards()
+            time.sleep(TURN_SECONDS)
+        self.learner.poll()
+        self.pool.held = True  # until somebody limits the rows
+        self.pool.resize(self.cluster.actors)
+        self.state = "running"
+
+    def turn(self) -> list[Episode]:
+        """Takes what has happened, does what is due. Returns the episodes that have ended."""
+        self._poll_shards()
+        self._poll_learner()
+        episodes = self._take(self.pool.poll())
+        if self.config.eval.every and self.learner.status is not None:
+            self._write_log("evaluator", self.evaluator.poll())
+            if self.evaluator.status is not None and self.evaluator.status.hung is not None:
+                self.evaluator.died(self.evaluator.status.hung)
+        self._tell_receivers()
+        return episodes
+
+    def _poll_shards(self) -> None:
+        moved = False
+        for i, shard in enumerate(self.shards):
+            self._write_log(shard.name, shard.poll())
+            found = None if shard.status is None else shard.status.address
+            if found is not None and found != self._addresses[i]:
+                moved = moved or self.learner.handle is not None
+                self._addresses[i] = found
+        if moved and all(self._addresses):
+            self.learner.handle.set_shards.remote(self._endpoints())
+            for name, handle in self.pool.handles().items():
+                # a client knows one address; its replacement goes on with its rings
+                LOG.info("event=worker_replaced part=%s reason='its shard has moved'", name)
+                ray.kill(handle)
+
+    def _poll_learner(self) -> None:
+        self._write_log("learner", self.learner.poll())
+        gone = [ref for ref in self._followers if _is_ready(ref)]
+        if gone and self.learner.handle is not None and self.learner.result is None:
+            self.learner.died("another process of its group has ended")
+        if self.learner.status is not None:
+            loop = self.learner.status.loop
+            self.pool.held = self.pool.held and loop.limiter is None
+            self.rows = max(self.rows, loop.counters.rows)
+            self.memory.version = max(self.memory.version, loop.version)
+
+    def _take(self, events: Sequence[Event]) -> list[Episode]:
+        episodes: list[Episode] = []
+        for event in events:
+            match event:
+                case Arrived(_, piece):
+                    self.memory.resets += piece.resets
+                    self.memory.episodes += len(piece.episodes)
+                    episodes += piece.episodes
+                case Seen(name, status):
+                    self._write_log(name, status.log)
+                case Started(name, attempt, seconds):
+                    LOG.info("event=worker_acts part=%s attempt=%d seconds=%.1f", name, attempt, seconds)
+                case Died() | Left():
+                    pass  # the pool has said so
+        return episodes
+
+    def _tell_receivers(self) -> None:
+        """Lets the learner know who wants its snapshots, whenever that changes."""
+        receivers = dict(self.pool.handles())
+        if self.evaluator.handle is not None:
+            receivers[self.evaluator.name] = self.evaluator.handle
+        if self.learner.handle is not None and receivers != self._told:
+            self.learner.handle.set_workers.remote(receivers)
+            self._told = receivers
+
+    def _write_log(self, name: str, lines: Sequence[str]) -> None:
+        self.logs.write(name, lines)
+        for line in lines:
+            if "level=WARNING" in line or "level=ERROR" in line:
+                LOG.warning("event=part_says part=%s line=%r", name, line)
+
+    # what is done every second
+
+    def look(self, writer: MetricsWriter, live: LiveView) -> None:
+        """Writes down how the run stands, and does what others have asked for since; about once a second."""
+        now = time.monotonic()
+        if now - self._looked_at < STATUS_SECONDS:
+            return
+        self._looked_at = now
+        if self.learner.handle is not None:
+            self.learner.handle.count.remote(self.rows - self.memory.resets, self.memory.episodes)
+            newest = [s.figures.newest for s in self.pool.statuses().values() if s is not None]
+            self.memory.version = max([self.memory.version, *(n for n in newest if n is not None)])
+        self._evaluate(writer, live)
+        self._report(writer)
+        self._log(writer, live)
+        self._obey()
+        self.memory.save(self.run_dir)
+        self._write_targets()
+        self.show(live)
+
+    def write(self, writer: MetricsWriter, live: LiveView, metrics: Mapping[str, float]) -> None:
+        """Adds a line to the record of the run."""
+        self.memory.env_steps = max(self.memory.env_steps, self.env_steps)
+        writer.write(self.memory.env_steps, metrics)
+        live.update(metrics=metrics)
+
+    def _due(self, last: int | None, every: int) -> bool:
+        """Whether a multiple of `every` environment steps was passed since."""
+        return every > 0 and (last is None or self.env_steps // every > last // every)
+
+    def _evaluate(self, writer: MetricsWriter, live: LiveView) -> None:
+        """Takes an evaluation that has ended; asks for one that is due. Training goes on meanwhile."""
+        if self._evaluation is not None and _is_ready(self._evaluation[0]):
+            (ref, asked), self._evaluation = self._evaluation, None
+            try:
+                found = ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                raise PartFailed(f"evaluator: {error.cause}") from error.cause
+            except ray.exceptions.RayError as error:
+                self.evaluator.died(one_line(error))
+                return
+            if found is not None:  # it has no snapshot yet: it is asked again
+                self.memory.evaluated = asked
+                self.write(writer, live, {
+                    "eval/return": float(found.returns.mean()), "eval/return_min": float(found.returns.min()),
+                    "eval/return_max": float(found.returns.max()), "eval/length": float(found.lengths.mean()),
+                    "eval/asked_at_step": asked, "eval/snapshot_version": found.version,
+                    "time/evaluation_seconds": found.seconds,
+                })  # fmt: skip
+        ready = self.evaluator.status is not None and self._evaluation is None and self.memory.version > 0
+        if ready and self._due(self.memory.evaluated, self.config.eval.every):
+            self._evaluation = self.evaluator.handle.evaluate.remote(self.env_steps), self.env_steps
+
+    def _report(self, writer: MetricsWriter) -> None:
+        """Likewise a look at the world model."""
+        if self._reporting is not None and _is_ready(self._reporting[0]):
+            (ref, _), self._reporting = self._reporting, None
+            try:
+                found = ray.get(ref)
+            except ray.exceptions.RayError as error:  # the learner has died or ended; the next one is asked again
+                LOG.info("event=report_lost reason=%r", one_line(error))
+                return
+            self.memory.reported = self.env_steps
+            step = max(self.memory.env_steps, self.env_steps)
+            missing = openloop.show(found, step, self.run_dir / local.REPORTS, writer, self.config.report.keep)
+            for sentence in missing - self._unable:
+                LOG.warning("event=report_incomplete reason=%r", sentence)
+            self._unable |= missing
+            self.memory.env_steps = step
+            writer.write(step, {f"report/{k}": float(v) for k, v in found.losses.items()})
+        learned = self.learner.status is not None and self.learner.status.loop.counters.updates > 0
+        if self._reporting is None and learned and self._due(self.memory.reported, self.config.report.every):
+            self._reporting = self.learner.handle.report.remote(self.env_steps), self.env_steps
+
+    def _log(self, writer: MetricsWriter, live: LiveView) -> None:
+        """A line of losses and of how the parts keep up."""
+        status = self.learner.status
+        if status is None or not status.loop.metrics or not self._due(self.memory.logged, self.config.log_every):
+            return
+        self.memory.logged = self.env_steps
+        loop, counters = status.loop, status.loop.counters
+        lags = [s.figures.lag for s in self.pool.statuses().values() if s is not None]
+        line = {
+            **local.named(loop.metrics),
+            "counters/rows": counters.rows,
+            "counters/transitions": self.rows - self.memory.resets,
+            "counters/updates": counters.updates,
+            "counters/skipped_updates": counters.skipped,
+            "cluster/actors": self.pool.running,
+            "cluster/snapshot_version": loop.version,
+            "cluster/snapshot_lag_versions": max(lags, default=0),
+            "time/batch_wait_ratio": loop.batch_wait_ratio,
+        }
+        if loop.limiter is not None:
+            line["cluster/train_ratio"] = loop.limiter.run_ratio
+            line["cluster/train_ratio_minute"] = loop.limiter.recent_ratio
+        self.write(writer, live, line)
+
+    def _obey(self) -> None:
+        """Takes a new number of workers from whoever has written one into the run directory."""
+        try:
+            request = running.requested(self.run_dir)
+        except ValueError as error:
+            LOG.warning("event=request_damaged error=%r", str(error))
+            return
+        if request is None or request == self._request:
+            return
+        least, most = len(self.shards), self.cluster.most_actors
+        self._request, self._refusal = request, None
+        if not least <= request.actors <= most:
+            self._refusal = (
+                f"actors={request.actors} must be {least} (one for each replay shard) to {most} (max_actors, which the "
+                "replay was made for)"
+            )
+            return
+        LOG.info("event=scale actors=%d", request.actors)
+        self.pool.resize(request.actors)
+
+    def _write_targets(self) -> None:
+        """Addresses of the metrics of all parts, as Prometheus discovers them in files, whenever they change."""
+        found = {shard.name: shard.status.metrics for shard in self.shards if shard.status is not None}
+        found |= {name: status.metrics for name, status in self.pool.statuses().items() if status is not None}
+        if self.learner.status is not None:
+            found["learner"] = self.learner.status.metrics
+        pages = {name: url for name, url in found.items() if url is not None}
+        if pages == self._known:
+            return
+        self._known = pages
+        path = self.run_dir / TARGETS_FILE
+        path.parent.mkdir(exist_ok=True)
+        groups = [
+            {"targets": [urlsplit(url).netloc], "labels": {"part": name, "run": self.run_dir.name}}
+            for name, url in sorted(pages.items())
+        ]
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(json.dumps(groups, indent=1))
+        temporary.replace(path)
+
+    # what somebody sees
+
+    def show(self, live: LiveView) -> None:
+        """The screen and the status file."""
+        parts, notes = self.parts(), self.notes()
+        updates = 0 if self.learner.status is None else self.learner.status.loop.counters.updates
+        live.update(env_steps=self.env_steps, updates=updates, status=self.state, parts=parts, notes=notes)
+        status = running.RunStatus(
+            seconds=time.time(),
+            state=self.state,
+            summary=f"{self.env_steps:,} of {self.config.steps:,} env steps, {updates:,} updates",
+            actors=self.pool.size,
+            parts=parts,
+            notes=notes,
+            control=None if self._request is None else self._request.id,
+            refusal=self._refusal,
+            numbers=self.numbers(),
+        )
+        running.write(status, self.run_dir)
+
+    def numbers(self) -> dict[str, float]:
+        """What a script may want to know."""
+        found: dict[str, float] = {
+            "env_steps": self.env_steps, "rows": self.rows, "resets": self.memory.resets,
+            "version": self.memory.version, "actors_running": self.pool.running,
+        }  # fmt: skip
+        if self.learner.status is not None:
+            loop = self.learner.status.loop
+            found |= {"updates": loop.counters.updates, "batch_wait_ratio": loop.batch_wait_ratio}
+            if loop.limiter is not None:
+                found |= {"train_ratio": loop.limiter.run_ratio, "lead_rows": loop.limiter.lead}
+        return found
+
+    def parts(self) -> list[Part]:
+        """Who runs where, and what each does or waits for."""
+        evaluated, busy = self.memory.evaluated, self._evaluation is not None
+        return [
+            screen.learner(self.learner.status, self.learner.starts, self.plan.limiter.ratio),
+            *(screen.actor(name, status) for name, status in self.pool.statuses().items()),
+            *(screen.shard(shard.name, shard.status, shard.starts) for shard in self.shards),
+            *([screen.evaluator(self.evaluator.status, evaluated, busy)] if self.config.eval.every else []),
+        ]
+
+    def notes(self) -> list[str]:
+        """Where everything is."""
+        found = [f"logs {self.run_dir / 'logs'}; scale with: telamon scale {self.run_dir} --actors N"]
+        if "learner" in self._known:
+            found.append(f"metrics {self._known['learner']} (learner); all of them: {self.run_dir / TARGETS_FILE}")
+        return found
+
+    # to the end
+
+    def run(self, writer: MetricsWriter, live: LiveView, stopped: Callable[[], bool]) -> bool:
+        """Until the steps are done (True) or `stopped()` (False); the learner has written its last checkpoint then."""
+        self.show(live)
+        self.start(stopped)
+        while not (done := self.env_steps >= self.config.steps) and not stopped():
+            self._once(writer, live)
+        self.close(writer, live, done)
+        return done
+
+    def _once(self, writer: MetricsWriter, live: LiveView) -> None:
+        for episode in self.turn():
+            self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
+        self.look(writer, live)
+        time.sleep(TURN_SECONDS)
+
+    def close(self, writer: MetricsWriter, live: LiveView, done: bool) -> None:
+        """Lets the workers send their last rows, the learner make the updates due (if `done`) and its checkpoint."""
+        self.state = "stopping"
+        self.show(live)
+        for episode in self._take(self.pool.stop(STOP_SECONDS)):
+            self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
+        deadline = time.monotonic() + (FINISH_SECONDS if done else STOP_SECONDS)
+        starts = 0
+        while self.learner.result is None:
+            if self.learner.starts > starts and self.learner.handle is not None:  # each life is to be told
+                starts = self.learner.starts
+                self.learner.handle.count.remote(self.rows - self.memory.resets, self.memory.episodes)
+                end = self.learner.handle.finish if done else self.learner.handle.stop
+                end.remote()
+            if time.monotonic() > deadline:
+                raise PartFailed("the learner has not written its last checkpoint in time; the one before is whole")
+            self._once(writer, live)
+        while done and self._evaluation is not None and time.monotonic() < deadline:
+            self._once(writer, live)
+        self.state = "finished" if done else "stopped"
+        self.show(live)
+        self.memory.save(self.run_dir)
+        closing = [shard.handle.close.remote() for shard in self.shards if shard.handle is not None]
+        ray.wait(closing, num_returns=len(closing), timeout=STOP_SECONDS)
+
+    def kill(self) -> None:
+        """Ends every process that is left; shards go by themselves, with their keepers."""
+        self.pool.kill()
+        for kept in (self.learner, self.evaluator, *self.shards):
+            kept.kill()
+        for handle in self._followers.values():
+            ray.kill(handle)
+        self.logs.close()
+
+
+# from the command line
+
+
+def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool, console: Console) -> int:
+    """Trains on a cluster to the end or to a clean stop; returns the exit code (130 after Ctrl-C).
+
+    Raises ValueError, EnvError, OSError, PartFailed or NonFiniteUpdate with one sentence; nothing is left running.
+    """
+    run_dir = run_dir.resolve()
+    check(config, cluster, run_dir, resume)
+    parts = cluster.most_actors * cluster.actor_cpus + cluster.learners * cluster.learner_cpus + cluster.replay_shards
+    with ExitStack() as stack:
+        console.print(f"{config.algorithm} on {config.task}: starting Ray", highlight=False)
+        session = stack.enter_context(connect(cluster, math.ceil(parts + cluster.actor_cpus), run_dir / "logs" / "ray"))
+        stopped = stack.enter_context(local.stop_on_signal())
+        if not (session.alone or cluster.insecure or cluster.tls_certificate):
+            raise ValueError(
+                "this cluster has several nodes: replay servers without TLS show token and rows to its network; give "
+                "tls_certificate, tls_key and root_certificate, or say --insecure"
+            )
+        token = secrets.token_urlsafe(32)
+        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster), token)
+        stack.callback(run.kill)
+        prepare(run, token)
+        console.print(
+            f"{cluster.actors} workers of {config.env.num} environments, {cluster.replay_shards} replay shards; each "
+            f"shard {run.plan.shard_bytes / local.GIB:.2f} GiB when full; run directory {run_dir}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        writer = stack.enter_context(MetricsWriter(run_dir, whole_lines(run_dir) if resume else None))
+        live = stack.enter_context(LiveView(f"{config.algorithm} on {config.task}", config.steps, console))
+        try:
+            finished = run.run(writer, live, stopped)
+        except ray.exceptions.RayError as error:
+            raise PartFailed(f"Ray itself has failed: {one_line(error)}") from error
+        except BaseException:
+            run.state = "failed"
+            run.show(live)
+            raise
+    if finished:
+        return 0
+    text = f"stopped at {run.env_steps:,} env steps; repeat the command with --resume to continue"
+    console.print(text, highlight=False, soft_wrap=True)
+    return 130
+
+
+def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool) -> None:
+    """Refuses what could not work, before anything is started. Raises ValueError or FileNotFoundError."""
+    local.check_run_dir(config, run_dir, resume)
+    if config.replay.address is not None:
+        raise ValueError(
+            f"replay.address={config.replay.address} is of `telamon train`; a launch starts its own shards"
+        )
+    if resume:
+        before, now = asdict(configs.load_cluster(run_dir)), asdict(cluster)
+        if differing := [f"{key} ({before[key]} -> {now[key]})" for key in FIXED if before[key] != now[key]]:
+            raise ValueError(f"{run_dir} was started with another cluster; differing keys: {', '.join(differing)}")
+    for name in ("tls_certificate", "tls_key", "root_certificate"):
+        file = getattr(cluster, name)
+        if file is not None and not Path(file).is_file():
+            raise FileNotFoundError(f"{name}={file} is no file")
+
+
+def find_spec(config: RunConfig, cluster: ClusterConfig) -> EnvSpec:
+    """What a worker's environments are like; this node needs no library for them. Raises EnvError."""
+    environment = ONE_THREAD if cluster.actor_gpus == 0 else {}
+    task = remote(num_cpus=cluster.actor_cpus, runtime_env={"env_vars": environment}, max_retries=0)(describe)
+    try:
+        spec: EnvSpec = ray.get(task.remote(partial(build_env, config, 1, Path.cwd())))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    return spec
+
+
+def prepare(run: Launch, token: str) -> None:
+    """Makes the run directory, with all that the parts read there."""
+    run_dir = run.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    configs.save(run.config, run_dir)
+    configs.save_cluster(run.cluster, run_dir)
+    loading.save_spec(run.agent.env, run_dir)
+    handle = os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(token)
+    setup_logging(run_dir)
+    LOG.info("event=start config=%s cluster=%s versions=%s", json.dumps(asdict(run.config)),
+             json.dumps(asdict(run.cluster)), json.dumps(local.versions()))  # fmt: skip
+    if (run_dir / METRICS_FILE).exists():
+        lines = read_metrics(run_dir)
+        run.memory.env_steps = max([run.memory.env_steps, *(int(line["step"]) for line in lines[-1:])])
+
+
+def whole_lines(run_dir: Path) -> int:
+    """Bytes of the metrics that a driver wrote before it ended, without a line that it did not finish."""
+    path = run_dir / METRICS_FILE
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
