@@ -34,7 +34,7 @@ def params(updates: int) -> State:
 
 def on_host(updates: int) -> State:
     """The same as numpy, as a learner publishes them."""
-    return State(np.int32(updates), np.float32(0.5))
+    return State(np.array(updates, np.int32), np.array(0.5, np.float32))
 
 
 def table_spec(capacity: int = 1000, max_envs: int = 16) -> TableSpec:
