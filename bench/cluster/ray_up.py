@@ -83,8 +83,8 @@ def until(look: Callable[[], Value | None], seconds: float, what: str) -> Value:
     return found
 
 
-class Client:
-    """Somebody's shell on the client: runs commands there and keeps what they say."""
+class Shell:
+    """Somebody who is logged in everywhere: runs commands and keeps what they say."""
 
     def __init__(self, hosts: Hosts, logs: Path) -> None:
         self._hosts, self._logs = hosts, logs
@@ -94,10 +94,10 @@ class Client:
             "RAY_UP_enable_autoscaler_v2=0", f"RAY_API_SERVER_ADDRESS={DASHBOARD}",
         ]  # fmt: skip
 
-    def begin(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+    def begin(self, name: str, *words: str, host: str = "client") -> subprocess.Popen[bytes]:
         with (self._logs / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
-                self._hosts.command("client", ["env", *self._env, *words]),
+                self._hosts.command(host, ["env", *self._env, *words]),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -113,10 +113,10 @@ class Client:
             raise Failed(f"{name} ended with {code}")
         return text
 
-    def get(self, url: str) -> Any:
+    def get(self, url: str, host: str = "client") -> Any:
         """A JSON document; None while nobody answers."""
         token = self._hosts.folder / "client/root/.ray/auth_token"
-        words = self._hosts.command("client", [sys.executable, "-c", FETCH, url, token.read_text()])
+        words = self._hosts.command(host, [sys.executable, "-c", FETCH, url, token.read_text()])
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
@@ -155,23 +155,21 @@ def cluster_file(local: Mapping[str, Any], hosts: Hosts) -> dict[str, Any]:
     return config
 
 
-def prometheus_file(hosts: Hosts) -> dict[str, Any]:
-    """Scrapes what the run and Ray say is there. Their files are on the head; a real Prometheus would run there."""
-    ours = hosts.folder / HEAD / RUN.lstrip("/") / "prometheus" / "targets.json"
-    rays = hosts.folder / HEAD / "tmp" / "ray" / "prom_metrics_service_discovery.json"
-    jobs = {"telamon": ours, "ray": rays}
+def prometheus_file() -> dict[str, Any]:
+    """For a Prometheus on the head, where the run and Ray write down what there is to scrape."""
+    jobs = {"telamon": f"{RUN}/prometheus/targets.json", "ray": "/tmp/ray/prom_metrics_service_discovery.json"}
     return {
         "global": {"scrape_interval": "1s"},
         "scrape_configs": [
-            {"job_name": name, "file_sd_configs": [{"files": [str(path)], "refresh_interval": "1s"}]}
+            {"job_name": name, "file_sd_configs": [{"files": [path], "refresh_interval": "1s"}]}
             for name, path in jobs.items()
         ],
     }
 
 
-def targets(client: Client) -> dict[tuple[str, str], tuple[str, str]] | None:
+def targets(shell: Shell) -> dict[tuple[str, str], tuple[str, str]] | None:
     """(job, part or address) -> (address of its host, health)."""
-    found = client.get(f"http://{PROMETHEUS}/api/v1/targets?state=active")
+    found = shell.get(f"http://{PROMETHEUS}/api/v1/targets?state=active", HEAD)
     if found is None:
         return None
     listed = [(t["labels"], t["health"]) for t in found["data"]["activeTargets"]]
@@ -181,9 +179,9 @@ def targets(client: Client) -> dict[tuple[str, str], tuple[str, str]] | None:
     }
 
 
-def check_targets(client: Client, hosts: Hosts) -> dict[str, int] | None:
+def check_targets(shell: Shell, hosts: Hosts) -> dict[str, int] | None:
     """How many are up, by job, once all that must be are; None before."""
-    found = targets(client) or {}
+    found = targets(shell) or {}
     ours = {part: (hosts.addresses[host], "up") for part, host in PARTS.items()}
     if any(found.get(("telamon", part)) != expected for part, expected in ours.items()):
         return None
@@ -194,11 +192,11 @@ def check_targets(client: Client, hosts: Hosts) -> dict[str, int] | None:
     return {job: ups.count(job) for job in sorted(set(ups))}
 
 
-def series(client: Client) -> dict[str, float] | None:
+def series(shell: Shell) -> dict[str, float] | None:
     """The sums of SERIES, once all are above 0."""
     sums = {}
     for name in SERIES:
-        found = client.get(f"http://{PROMETHEUS}/api/v1/query?query=sum({name})")
+        found = shell.get(f"http://{PROMETHEUS}/api/v1/query?query=sum({name})", HEAD)
         values = [] if found is None else found["data"]["result"]
         sums[name] = float(values[0]["value"][1]) if values else 0.0
     return sums if min(sums.values()) > 0 else None
@@ -215,42 +213,46 @@ def trial(folder: Path, stack: ExitStack) -> None:
             Hosts(folder, [HEAD, WORKER], kept_paths([Path(sys.prefix), Path(sys.base_prefix)]))
         )
         facts |= hosts.addresses
-    client = Client(hosts, logs)
+    shell = Shell(hosts, logs)
     local = yaml.safe_load((ROOT / "deploy" / "ray" / "local.yaml").read_text())
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster_file(local, hosts), width=10_000))
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(prometheus_file(hosts)))
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(prometheus_file()))
 
-    client.run("token", "ray", "get-auth-token", "--generate")
+    shell.run("token", "ray", "get-auth-token", "--generate")
     with step("ray up"):
-        client.run("up", "ray", "up", "--yes", "--no-config-cache", "cluster.yaml")
+        shell.run("up", "ray", "up", "--yes", "--no-config-cache", "cluster.yaml")
     with step("worker joins") as facts:
         count = "import ray; ray.init(log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
         wait = f'until python -c "{count}" | tee /dev/stderr | grep -q "nodes 2"; do sleep 1; done'
-        client.run("nodes", "ray", "exec", "cluster.yaml", wait, seconds=300)
+        shell.run("nodes", "ray", "exec", "cluster.yaml", wait, seconds=300)
         facts["nodes"] = 2
     with step("way to the dashboard"):
-        client.begin("dashboard", "ray", "dashboard", "cluster.yaml")
-        until(lambda: client.get(f"{DASHBOARD}/api/version") or None, 120, "dashboard")
+        shell.begin("dashboard", "ray", "dashboard", "cluster.yaml")
+        until(lambda: shell.get(f"{DASHBOARD}/api/version") or None, 120, "dashboard")
 
     began = time.monotonic()
-    job = client.begin("job", "ray", "job", "submit", "--", *LAUNCH)
+    job = shell.begin("job", "ray", "job", "submit", "--", *LAUNCH)
     run = folder / HEAD / RUN.lstrip("/")
 
-    def running() -> bool | None:
-        if job.poll() is not None:
-            raise Failed(f"the job has ended with {job.returncode}, too early")
-        return (run / "prometheus" / "targets.json").exists() or None
+    def while_it_runs(look: Callable[[], Value | None]) -> Callable[[], Value | None]:
+        def looks() -> Value | None:
+            if job.poll() is not None:
+                raise Failed(f"the job has ended with {job.returncode}, too early")
+            return look()
+
+        return looks
 
     with step("job submit to targets"):
-        until(running, 300, "targets.json")
+        until(while_it_runs(lambda: (run / "prometheus/targets.json").exists() or None), 300, "targets.json")
     with step("prometheus sees both hosts") as facts:
-        client.begin(
+        shell.begin(
             "prometheus", shutil.which("prometheus") or "prometheus", "--config.file=prometheus.yml",
-            f"--web.listen-address={PROMETHEUS}", f"--storage.tsdb.path={folder / 'tsdb'}",
+            f"--web.listen-address={PROMETHEUS}", "--storage.tsdb.path=/tmp/tsdb",
+            host=HEAD,
         )  # fmt: skip
-        facts["up"] = until(lambda: check_targets(client, hosts), 300, "all targets up")
+        facts["up"] = until(while_it_runs(lambda: check_targets(shell, hosts)), 300, "all targets up")
     with step("series have counted") as facts:
-        facts |= until(lambda: series(client), 300, "rows and updates in Prometheus")
+        facts |= until(while_it_runs(lambda: series(shell)), 300, "rows and updates in Prometheus")
     with step("job ends") as facts:
         facts["code"] = code = job.wait(900)
         if code != 0:
@@ -264,8 +266,8 @@ def trial(folder: Path, stack: ExitStack) -> None:
         if not facts["evaluations"] or not facts["updates"]:
             raise Failed(f"the run has neither learned nor evaluated: {facts}")
     with step("ray down") as facts:
-        client.run("down", "ray", "down", "--yes", "cluster.yaml")
-        facts["left_on_head"] = left = hosts.processes(HEAD)
+        shell.run("down", "ray", "down", "--yes", "cluster.yaml")
+        facts["left_on_head"] = left = [args for args in hosts.processes(HEAD) if "prometheus" not in args]
         if left:
             raise Failed(f"ray down has left on the head: {left}")
 
