@@ -1,4 +1,4 @@
-"""The cluster files are accepted by Ray's own checks, and name what the rest of the repository has."""
+"""The cluster files are accepted by Ray's own checks; they and the runbook name what the rest of the repository has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import yaml
 from packaging.requirements import Requirement
 from ray._private.accelerators import TPUAcceleratorManager
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+from deploy.commands import RunOptions
+from deploy.config import ClusterConfig, RunConfig, flatten
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -114,3 +118,23 @@ def test_local_turns_off_the_autoscaler_that_does_not_start_its_workers():
     local = read(ROOT / "deploy" / "ray" / "local.yaml")
     (start,) = [c for c in local["head_start_ray_commands"] if "ray start" in c]
     assert "RAY_enable_autoscaler_v2=0" in start
+
+
+RUNBOOK = ROOT / "deploy" / "runbook.md"
+FOREIGN = {
+    # of ray, pip and docker
+    "follow", "generate", "no-deps", "no-restart", "no-wait", "object-store-memory", "resources", "shm-size",
+    "submission-id", "wheel-dir", "working-dir", "yes",
+}  # fmt: skip
+
+
+def test_runbook_names_options_that_exist():
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w.-]*)", RUNBOOK.read_text()))
+    own = {*asdict(RunOptions()), *flatten(asdict(ClusterConfig())), *flatten(asdict(RunConfig("tdmpc2", "any:env")))}
+    assert named - {name.replace("_", "-") for name in own} == FOREIGN
+    assert {"actors", "replay-shards", "insecure", "learner-gpus", "resume", "run-dir"} <= named
+
+
+def test_runbook_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", RUNBOOK.read_text()):
+        assert (RUNBOOK.parent / target).exists(), f"the runbook links to {target}"
