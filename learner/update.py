@@ -129,7 +129,8 @@ def make_report(agent: Agent, mesh: Mesh | None = None) -> Any:
     """`report(state, window, key) -> Report`, jitted; everything that it draws comes from `key`."""
 
     def report(state: LearnerState, window: Window, key: jax.Array) -> Report:
-        found = agent.report(state.train, window, agent.draw_report_noise(key))
+        with partitioned(mesh):
+            found = agent.report(gathered(state.train, mesh), window, agent.draw_report_noise(key))
         return found._replace(losses=OrderedDict(found.losses), open_loop=OrderedDict(found.open_loop))
 
     if mesh is None:
