@@ -39,6 +39,7 @@ from deploy import loading, local, openloop, running, screen
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
 from deploy.plan import Plan, make_plan
 from deploy.shards import ShardActor, ShardSetup
+from learner import limiter
 from learner.loop import LearnerSetup
 from learner.worker import GROUPS as LEARNER_GROUPS
 from learner.worker import LearnerWorker
@@ -521,10 +522,11 @@ class Launch:
 
     def _compiled(self) -> EnvVars:
         """Where what was compiled is kept, so that what is started again need not compile it again."""
-        return {
+        own = {
             "JAX_COMPILATION_CACHE_DIR": str(self.run_dir / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
         }
+        return {name: os.environ.get(name, value) for name, value in own.items()}
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
         """Of the shards; all have one once they were opened."""
@@ -784,11 +786,21 @@ class Launch:
             "env_steps": self.env_steps, "rows": self.rows, "resets": self.memory.resets,
             "version": self.memory.version, "actors_running": self.pool.running,
         }  # fmt: skip
+        counters = None
         if self.learner.status is not None:
             loop = self.learner.status.loop
-            found |= {"updates": loop.counters.updates, "batch_wait_ratio": loop.batch_wait_ratio}
+            counters = loop.counters
+            found["batch_wait_ratio"] = loop.batch_wait_ratio
             if loop.limiter is not None:
-                found |= {"train_ratio": loop.limiter.run_ratio, "lead_rows": loop.limiter.lead}
+                found |= {"train_ratio_minute": loop.limiter.recent_ratio, "lead_rows": loop.limiter.lead}
+        if self.learner.result is not None:
+            counters = self.learner.result.counters
+        if counters is not None:
+            found |= {
+                "updates": counters.updates,
+                "train_ratio": limiter.ratio(self.plan.limiter, counters.rows, counters.updates),
+            }
+        found["asked_ratio"] = self.plan.limiter.ratio
         return found
 
     def parts(self) -> list[Part]:
