@@ -17,17 +17,7 @@ from learner.batches import DEPTH, WRITE_BACKS, Batches, Source, Waited, WriteBa
 from learner.limiter import Totals
 from learner.update import Outcome
 from telamon.data import Window, WriteBack
-
-SECONDS = 60.0
-"""Bound of every wait: for a machine that is busy with other things."""
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Waits for another thread."""
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+from tests.waiting import SECONDS, until
 
 
 def window(number: int = 0, batch: int = 2) -> Window:

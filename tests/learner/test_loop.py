@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,22 +27,14 @@ from telamon.envs import counting
 from telamon.keys import Stream, stream
 from telamon.replay import TableSpec
 from telamon.rpc.security import Endpoint
+from tests.learner.parts import running
 from tests.probe import ACTION_SIZE, LENGTH, Probe, Remembering
+from tests.waiting import SECONDS, until
 
-SECONDS = 60.0
-"""Bound of every wait: for a machine that is busy with other things."""
 BATCH = 4
 LIMITER = LimiterConfig(ratio=1.0, rows_per_update=BATCH * LENGTH, tick_rows=1, capacity=1000, band=100)
 NEVER = 10**9
 """Environment steps that no test reaches."""
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Waits for another thread."""
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def make_probe(kind: type[Probe], nan_share: float = 0.0) -> Agent:
@@ -154,25 +146,8 @@ class Rig:
         self.loop.finish()
         return self.loop.run()
 
-    @contextmanager
-    def running(self) -> Iterator[list[Any]]:
-        """The loop in a thread, which has ended with the block: its result or error is then in the list."""
-        ended: list[Any] = []
-
-        def run() -> None:
-            try:
-                ended.append(self.loop.run())
-            except Exception as error:  # noqa: BLE001  # the test looks at it
-                ended.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield ended
-        finally:
-            self.loop.stop()
-            thread.join(SECONDS)
-        assert not thread.is_alive()
+    def running(self) -> AbstractContextManager[list[Any]]:
+        return running(self.loop)
 
 
 class CompiledOnce:

@@ -2,88 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from actors.collector import Collector
-from learner import source
-from learner.loop import LearnerSetup, Loop
-from telamon.data import Counters, LimiterConfig, TrainRatio, Window
-from telamon.envs import counting
-from telamon.replay import TableSpec
-from telamon.rpc.client import Client
+from learner import worker
+from learner.loop import Loop
 from telamon.rpc.security import Endpoint
-from tests.probe import ACTION_SIZE, LENGTH, Remembering
+from tests.learner.parts import LIMITER, SHARDS, Writer, learner_setup, running
 from tests.service import serve
-
-SECONDS = 120.0
-"""Bound of every wait: for a machine that is busy with other things."""
-SHARDS, FIRST = 2, 25
-"""And ticks that each writer makes at once."""
-LIMITER = LimiterConfig(
-    ratio=6.0, rows_per_update=4 * LENGTH, tick_rows=SHARDS, capacity=2000, band=8, min_rows=40, lead=0
-)
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Waits for another thread."""
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def environment(shard: int) -> Any:
-    return counting.make("continuous", 1, shard, lengths=(7,), action_size=ACTION_SIZE)
-
-
-class Agent(Remembering):
-    """Its environments all call themselves number 0, each on a shard of its own."""
-
-    def update(self, state: Any, window: Window, noise: Any) -> Any:
-        return super().update(state, replace(window, env_id=0 * window.env_id), noise)
-
-
-AGENT = Agent(environment(0).spec, TrainRatio(1.0, 1, LENGTH + 1))
-SPEC = TableSpec(AGENT.row_spec, AGENT.window_spec, 1000, 1)
-
-
-class Writer:
-    """An actor: appends ticks to its shard in a thread, first some for the fill, and the others when it may go on."""
-
-    def __init__(self, shard: int, endpoint: Endpoint, ticks: int) -> None:
-        self.written = 0
-        self.go_on = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._write, args=(shard, endpoint, ticks))
-        self._thread.start()
-
-    def _write(self, shard: int, endpoint: Endpoint, ticks: int) -> None:
-        try:
-            with Client(endpoint, "run", SPEC, stream=f"actor-{shard}", num_envs=1, timeout=SECONDS) as client:
-                collector = Collector(AGENT, environment(shard), client, shard, Counters())
-                for tick in range(ticks):
-                    if tick == FIRST:
-                        assert self.go_on.wait(SECONDS)
-                    collector.tick(None)
-                    self.written += 1
-        except Exception as error:  # noqa: BLE001  # `join` raises it
-            self._error = error
-
-    def join(self) -> None:
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive()
-        if self._error is not None:
-            raise self._error
+from tests.waiting import until
 
 
 def acting(endpoints: Sequence[Endpoint], ticks: int, loop: Loop) -> list[Writer]:
@@ -101,38 +33,9 @@ def servers(tmp_path: Path) -> Iterator[tuple[Endpoint, ...]]:
         yield tuple(stack.enter_context(serve(tmp_path / f"shard-{i}")) for i in range(SHARDS))
 
 
-def make(tmp_path: Path, endpoints: Sequence[Endpoint], **changed: Any) -> Loop:
-    setup = LearnerSetup(
-        make_agent=lambda: AGENT, run_dir=tmp_path, seed=3, endpoints=tuple(endpoints), table="run", spec=SPEC,
-        limiter=LIMITER, timeout=SECONDS, checkpoint_every=10**9, checkpoint_keep=2, max_skipped=5, first_version=1,
-        meta={},
-    )  # fmt: skip
-    connect = partial(
-        source.connect, table="run", spec=SPEC, config=LIMITER, rng=np.random.default_rng(0), timeout=SECONDS,
-        leading=True,
-    )  # fmt: skip
-    return Loop(replace(setup, **changed), connect, lambda version, params: None)
-
-
-@contextmanager
-def running(loop: Loop) -> Iterator[list[Any]]:
-    """The loop in a thread, which has ended with the block: its result or error is then in the list."""
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(loop.run())
-        except Exception as error:  # noqa: BLE001  # the test looks at it
-            ended.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield ended
-    finally:
-        loop.stop()
-        thread.join(SECONDS)
-    assert not thread.is_alive()
+def make(run_dir: Path, endpoints: Sequence[Endpoint], **changed: Any) -> Loop:
+    setup = learner_setup(run_dir, endpoints, **changed)
+    return Loop(setup, partial(worker.connect, setup), lambda version, params: None)
 
 
 def test_the_train_ratio_is_kept_over_two_shards(tmp_path):

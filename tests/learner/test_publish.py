@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,17 +12,7 @@ import numpy as np
 import pytest
 
 from learner.publish import Publisher
-
-SECONDS = 60.0
-"""Bound of every wait: for a machine that is busy with other things."""
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Waits for another thread."""
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+from tests.waiting import SECONDS, until
 
 
 class Reference:
