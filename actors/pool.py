@@ -181,8 +181,8 @@ class Pool:
     piece_seconds: what a rollout should take; its ticks follow.
     in_flight: rollouts that each worker has at a time, so that it need not wait for the driver.
     status_seconds: between two looks at each worker.
-    patience: seconds without an answer to such a look after which it is taken for dead. It holds from the moment when
-    the process is there; until then `start_patience` does, for a cluster that must find room first.
+    patience: seconds without an answer to such a look after which a worker that acts is taken for dead.
+    start_patience: seconds after its start in which it must act; a cluster may have to find room for it first.
     close_timeout: seconds that a worker has for its last rows when it leaves.
     clock: seconds, monotonic.
     """
@@ -345,9 +345,10 @@ class Pool:
             return []
         if member.status is not None and member.status.hung is not None:
             return self._died(member, member.status.hung, now)
-        patience = self._start_patience if member.status is None else self._patience
-        if member.in_flight("status") and now - member.asked > patience:
-            return self._died(member, f"it has not answered for {patience:g} s", now)
+        if member.state == "opening" and now - member.since > self._start_patience:
+            return self._died(member, f"it did not act within {self._start_patience:g} s of its start", now)
+        if member.state == "running" and member.in_flight("status") and now - member.asked > self._patience:
+            return self._died(member, f"it has not answered for {self._patience:g} s", now)
         return []
 
     def _died(self, member: _Member, reason: str, now: float) -> list[Event]:

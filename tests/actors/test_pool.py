@@ -301,10 +301,18 @@ def test_a_worker_that_says_nothing_is_taken_for_dead():
     assert site.poll(60.0) == []
     assert site.poll(0.1) == [Died("actor-0", "it has not answered for 60 s", 1.0)]
     assert site.workers[0].killed
-    # until a process has answered once it may take longer: a node may have to be started for it
-    site.poll(1.5)
-    assert site.poll(600.0) == []
-    assert site.poll(0.1) == [Died("actor-0", "it has not answered for 600 s", 1.0)]  # the first is forgotten
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_worker_that_never_opens_is_taken_for_dead_later(there):
+    site = Site()
+    site.pool.resize(1)
+    site.poll()
+    if there:  # and something in its environments' making hangs
+        site.workers[0].answer("status", STATUS)
+    assert site.poll(600.0) == [Seen("actor-0", STATUS)] * there
+    assert site.poll(0.1) == [Died("actor-0", "it did not act within 600 s of its start", 1.0)]
+    assert site.workers[0].killed
 
 
 def test_it_grows_and_shrinks():
