@@ -52,7 +52,7 @@ clean:
 
 .venv/test.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	@echo 'Installing Telamon and what its tests need into .venv; this takes a minute or two, once.'
-	$(INSTALL) --editable '.[dmc,gym,atari,crafter,jaxenvs,envpool,plot,video,service,dev]'
+	$(INSTALL) --editable '.[dmc,gym,atari,crafter,jaxenvs,envpool,plot,video,service,cluster,dev]'
 	@touch $@
 
 .venv/made.stamp:

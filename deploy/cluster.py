@@ -139,6 +139,7 @@ def connect(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[Sessi
         finally:
             ray.shutdown()
         return
+    os.environ.setdefault("RAY_worker_niceness", "0")  # by default other programs of this machine come first
     _sweep()
     temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")  # a run directory's path may be too long for it
     try:
