@@ -896,6 +896,8 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
         token = secrets.token_urlsafe(32)
         run = Launch(config, cluster, run_dir, session, find_spec(config, cluster), token)
         stack.callback(run.kill)
+        if session.alone:
+            local.memory(config, run.agent, cluster.actors * config.env.num)  # refuses what does not fit
         prepare(run, token)
         console.print(
             f"{cluster.actors} workers of {config.env.num} environments, {cluster.replay_shards} replay shards; each "

@@ -94,8 +94,8 @@ def capacity(config: RunConfig, agent: Agent, num_envs: int) -> int:
     return min(agent.capacity(num_envs), max(run, agent.window_spec.length))
 
 
-def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
-    """Predicted bytes in this process: the full replay table, and parameters with targets and optimiser.
+def memory(config: RunConfig, agent: Agent, num_envs: int) -> dict[str, int]:
+    """Predicted bytes on this machine: the full replay of `num_envs`, and parameters with targets and optimiser.
 
     Raises ValueError with the largest buffer that would fit, where they exceed the limit.
     """
@@ -104,8 +104,7 @@ def memory(config: RunConfig, agent: Agent) -> dict[str, int]:
         if config.replay.address is not None:
             return 0  # the service has a limit of its own
         smaller = replace(config, agent=replace(config.agent, buffer_size=buffer_size))
-        rows = capacity(smaller, make_agent(smaller, agent.env), config.env.num)
-        return table_bytes(agent.row_spec, config.env.num, rows)
+        return table_bytes(agent.row_spec, num_envs, capacity(smaller, make_agent(smaller, agent.env), num_envs))
 
     state = jax.eval_shape(agent.init, jax.random.key(0))
     predicted = {
@@ -535,7 +534,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         env = build_env(config, config.env.num, env_seed(config, run_dir))
         stack.callback(env.close)
         agent = make_agent(config, env.spec)
-        predicted = memory(config, agent)
+        predicted = memory(config, agent, config.env.num)
         agent.schedule(config.env.num)  # refuses what could never start, before anything is written
         replay = stack.enter_context(open_replay(config, run_dir, agent))
         if not resume:

@@ -322,7 +322,7 @@ def test_memory_beyond_the_limit_is_refused_with_what_fits():
     config = RunConfig("tdmpc2", "x:y", steps=10_000_000, memory_limit=0.02, env=EnvConfig(num=3), agent=TINY)
     agent = make_agent(config, spec_of(50))
     with pytest.raises(ValueError) as caught:
-        local.memory(config, agent)
+        local.memory(config, agent, config.env.num)
     text = str(caught.value)
     # a million transitions over 3 environments in episodes of 50: 6667 x 51 rows of 27 bytes each
     assert text.startswith("a replay of 0.0256 GiB beside ")
@@ -330,22 +330,22 @@ def test_memory_beyond_the_limit_is_refused_with_what_fits():
     assert text.endswith(" is the largest that fits, or raise memory_limit")
     fits = int(text.partition("agent.buffer_size=")[2].split()[0])
     smaller = replace(config, agent=replace(TINY, buffer_size=fits))
-    predicted = local.memory(smaller, make_agent(smaller, spec_of(50)))
+    predicted = local.memory(smaller, make_agent(smaller, spec_of(50)), smaller.env.num)
     assert sum(predicted.values()) <= 0.02 * 2**30
     larger = replace(config, agent=replace(TINY, buffer_size=fits + 1))
     with pytest.raises(ValueError, match="exceeds the limit"):
-        local.memory(larger, make_agent(larger, spec_of(50)))
+        local.memory(larger, make_agent(larger, spec_of(50)), larger.env.num)
 
 
 def test_memory_that_no_buffer_fits_is_refused():
     config = RunConfig("tdmpc2", "x:y", memory_limit=1e-6, agent=TINY)
     with pytest.raises(ValueError, match=r"no agent\.buffer_size fits, or raise memory_limit"):
-        local.memory(config, make_agent(config, spec_of(50)))
+        local.memory(config, make_agent(config, spec_of(50)), config.env.num)
 
 
 def test_predicted_memory_is_what_is_taken(monkeypatch, tmp_path):
     harness = probing(monkeypatch, num_envs=2, steps=200)
     with harness.open(tmp_path / "run") as run:
-        predicted = local.memory(run.config, run.agent)
+        predicted = local.memory(run.config, run.agent, run.config.env.num)
         assert predicted["replay"] == sum(c.nbytes for c in run.replay._content.ring._columns.values())
         assert predicted["train state"] == sum(x.nbytes for x in jax.tree.leaves(run.state.train))
