@@ -9,6 +9,7 @@ workers changes while they run; an error that a worker raises itself is no death
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.rollout import Piece
 from actors.worker import Closed, WorkerStatus
@@ -239,7 +240,7 @@ class Pool:
         """Does what is due and returns what has happened since, without waiting for anything.
 
         Raises what a worker raised in a rollout or while it was opened (but for an OSError there: it is taken for a
-        death, the replay may be away), and RuntimeError once one has died too often.
+        death, the replay may be away), and RuntimeError once one has died too often or cannot be made.
         """
         now = self._clock()
         self._adjust(now)
@@ -318,6 +319,10 @@ class Pool:
             if kind == "open" and isinstance(cause, OSError) and not isinstance(cause, PermissionError):
                 return self._died(member, f"it could not be opened: {cause}", now)
             raise cause from None
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise RuntimeError(f"{member.name} cannot be made: {one_line(error)}") from error
+            return self._died(member, one_line(error), now)
         except RayError as error:
             return self._died(member, one_line(error), now)
         match kind:
@@ -383,5 +388,9 @@ def next_ticks(asked: int, piece: Piece, seconds: float) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """What Ray tells of a death, on one line that is not too long."""
-    return " ".join(str(error).split())[:300]
+    """What Ray tells of a death, on one line: what a constructor raised, or how the process ended."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" \t^~")]
+    if any(line.startswith('File "') for line in lines):  # a traceback ends with what was raised
+        return lines[-1]
+    told = " ".join(line for line in lines if not re.match(r"\w+: ", line))  # without the ids of all there is
+    return told.partition(" Some common causes")[0]

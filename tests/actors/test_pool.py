@@ -30,6 +30,10 @@ from telamon.envs.base import EnvError
 
 POLICY = RestartPolicy(first=1.0, factor=2.0, longest=5.0, budget=4, window=100.0)
 PIECE = Piece(10, 20, 2, 18, (), None, None, 0, 0.5, 0.0, "done")
+DEATH = (
+    "The worker died\n\tclass_name: RolloutWorker\n\tpid: 7\n unexpectedly. Some common causes include: (1) the moon"
+)
+"""Much as Ray tells it."""
 STATUS = WorkerStatus("?", 1, "here", True, Figures(), None, None, (0.0, 0.0), ())
 
 
@@ -104,7 +108,7 @@ class Worker:
 
     def die(self) -> None:
         for ref in list(self.waiting):
-            self.answer(ref.method, RayActorError(error_msg="The worker died\nunexpectedly."))
+            self.answer(ref.method, RayActorError(error_msg=DEATH))
 
 
 class Method:
@@ -313,6 +317,20 @@ def test_a_worker_that_never_opens_is_taken_for_dead_later(there):
     assert site.poll(600.0) == [Seen("actor-0", STATUS)] * there
     assert site.poll(0.1) == [Died("actor-0", "it did not act within 600 s of its start", 1.0)]
     assert site.workers[0].killed
+
+
+def test_one_that_cannot_be_made_is_not_tried_again():
+    site = Site()
+    site.pool.resize(1)
+    site.poll()
+    told = (
+        "The actor died because of an error raised in its creation task, ray::RolloutWorker.__init__() (pid=1)\n"
+        '           ^^^^^^^^\n  File "worker.py", line 3, in __init__\n    import env\n           ^^^\n'
+        "ModuleNotFoundError: No module named 'env'"
+    )
+    site.workers[0].answer("open", RayActorError(error_msg=told, actor_init_failed=True))
+    with pytest.raises(RuntimeError, match=r"^actor-0 cannot be made: ModuleNotFoundError: No module named 'env'$"):
+        site.poll()
 
 
 def test_it_grows_and_shrinks():

@@ -3,11 +3,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from actors import watchdog
 from actors.watchdog import EXIT_CODE, watch
 from telamon.envs.counting import Counting, make
+from tests.waiting import SECONDS, until
 
 TIMEOUT = 0.2
 
@@ -32,7 +35,7 @@ def test_a_hanging_environment_is_named(monkeypatch, stopped, capsys, caplog):
     released = threading.Event()
     step = Counting.step
     monkeypatch.setattr(
-        Counting, "step", lambda self, a: (released.wait(20) if self._index == 1 else None, step(self, a))[1]
+        Counting, "step", lambda self, a: (released.wait(SECONDS) if self._index == 1 else None, step(self, a))[1]
     )
     started = time.monotonic()
     with watch(env, TIMEOUT, stop=lambda code: (stopped.append(code), released.set())):
@@ -47,7 +50,7 @@ def test_a_hanging_environment_is_named(monkeypatch, stopped, capsys, caplog):
 
 def test_a_hanging_first_reset_is_named(monkeypatch, stopped, capsys):
     released = threading.Event()
-    monkeypatch.setattr(Counting, "reset", lambda self: released.wait(20))
+    monkeypatch.setattr(Counting, "reset", lambda self: released.wait(SECONDS))
     env = make("continuous", 1, 0, on_error="rebuild")
     with watch(env, TIMEOUT, stop=lambda code: (stopped.append(code), released.set())):
         env.reset()
@@ -58,8 +61,22 @@ def test_a_hanging_first_reset_is_named(monkeypatch, stopped, capsys):
 def test_a_busy_environment_is_left_alone(monkeypatch, stopped):
     # One environment that is being stepped whenever anybody looks: only its ticks tell it from a hanging one.
     env = make("continuous", 1, 0, lengths=(1000,))
-    step = Counting.step
-    monkeypatch.setattr(Counting, "step", lambda self, a: (time.sleep(TIMEOUT / 4), step(self, a))[1])
+    now, looks, step = 0.0, 0, Counting.step
+
+    def clock():
+        nonlocal looks
+        looks += 1
+        return now
+
+    def slowly(self, action):
+        nonlocal now
+        before = looks
+        until(lambda: looks > before or stopped)
+        now += TIMEOUT / 4
+        return step(self, action)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(Counting, "step", slowly)
     row = env.reset()
     with watch(env, TIMEOUT, stop=stopped.append):
         for _ in range(16):
