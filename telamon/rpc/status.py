@@ -12,8 +12,9 @@ from telamon.replay import StreamSuperseded, TickGap
 INTERNAL_TEXT = "the server failed at this call; its log says how"
 """All that a client learns of a defect of the server."""
 
-MAX_DETAILS = 1000
-"""Characters of a message. Messages travel as HTTP/2 metadata, whose size gRPC bounds at a few kilobytes."""
+MAX_DETAILS = 600
+"""Characters of a message, each at most 12 bytes on the wire. Messages travel as HTTP/2 metadata, of which gRPC refuses
+what is above 8 KiB: at random first, above 16 KiB always."""
 
 
 class DataLoss(ValueError):

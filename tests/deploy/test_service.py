@@ -108,7 +108,7 @@ def test_the_size_of_a_table_is_said_wherever_it_lies(monkeypatch, tmp_path):
     with probing(monkeypatch).open(tmp_path) as run:
         config, agent = run.config, run.agent
     there = replace(config, replay=ReplayConfig("127.0.0.1:1"))
-    monkeypatch.setattr(local, "capacity", lambda config, agent: 10**8)
+    monkeypatch.setattr(local, "capacity", lambda config, agent, num_envs: 10**8)
     size = f"{table_bytes(agent.row_spec, config.env.num, 10**8) / local.GIB:.2f}"
     assert float(size) > 1
     predicted = {"replay": 3 * local.GIB, "train state": local.GIB}
