@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -40,9 +39,15 @@ HEAD, WORKER = "head", "worker"
 RUN = "/root/runs/trial"
 CPUS = {HEAD: 2, WORKER: 3}
 """The learner and a shard; two rollout workers and the evaluator."""
+AGENT = {
+    "enc-dim": 32, "mlp-dim": 64, "latent-dim": 32, "num-q": 2, "batch-size": 64, "seed-steps": 500, "iterations": 3,
+    "num-samples": 64, "num-elites": 8, "num-pi-trajs": 8,
+}  # fmt: skip
+"""Small: this rehearses a cluster, not learning."""
 LAUNCH = [
-    "telamon", "launch", "tdmpc2", "dmc:cartpole-swingup", "--preset", "laptop", "--run-dir", RUN, "--insecure",
-    "--actors", "2", "--replay-shards", "1", "--steps", "6000", "--eval.every", "3000", "--eval.episodes", "1",
+    "telamon", "launch", "tdmpc2", "dmc:cartpole-swingup", "--run-dir", RUN, "--insecure", "--actors", "2",
+    "--replay-shards", "1", "--steps", "4000", "--eval.every", "2000", "--eval.episodes", "1",
+    *(word for name, value in AGENT.items() for word in (f"--agent.{name}", str(value))),
 ]  # fmt: skip
 PARTS = {"learner": HEAD, "shard-0": HEAD, "actor-0": WORKER, "actor-1": WORKER}
 """Whose metrics must be served where."""
@@ -145,7 +150,8 @@ def cluster_file(local: Mapping[str, Any], hosts: Hosts) -> dict[str, Any]:
     config["setup_commands"] = [
         f"mkdir -p ~/telamon && ln -sfn {sys.prefix} ~/telamon/venv",
         f"~/telamon/venv/bin/pip install --quiet --no-index --no-deps --target ~/telamon/site ~/telamon/{WHEEL}",
-        "echo 'export PYTHONPATH=$HOME/telamon/site' >> ~/.bashrc",
+        # Ray would start its workers at nice 15, which is last of all on a machine that does other things too.
+        "echo 'export PYTHONPATH=$HOME/telamon/site RAY_worker_niceness=0' >> ~/.bashrc",
         config["setup_commands"][-1],  # PATH
     ]
     config["head_setup_commands"] = []
@@ -252,9 +258,9 @@ def trial(folder: Path, stack: ExitStack) -> None:
         )  # fmt: skip
         facts["up"] = until(while_it_runs(lambda: check_targets(shell, hosts)), 300, "all targets up")
     with step("series have counted") as facts:
-        facts |= until(while_it_runs(lambda: series(shell)), 300, "rows and updates in Prometheus")
+        facts |= until(while_it_runs(lambda: series(shell)), 900, "rows and updates in Prometheus")
     with step("job ends") as facts:
-        facts["code"] = code = job.wait(900)
+        facts["code"] = code = job.wait(1800)
         if code != 0:
             raise Failed(f"the job has ended with {code}")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -267,7 +273,7 @@ def trial(folder: Path, stack: ExitStack) -> None:
             raise Failed(f"the run has neither learned nor evaluated: {facts}")
     with step("ray down") as facts:
         shell.run("down", "ray", "down", "--yes", "cluster.yaml")
-        facts["left_on_head"] = left = [args for args in hosts.processes(HEAD) if "prometheus" not in args]
+        facts["left_on_head"] = left = [args for args in hosts.processes(HEAD) if "ray" in args]
         if left:
             raise Failed(f"ray down has left on the head: {left}")
 
@@ -290,7 +296,7 @@ def main(arguments: Sequence[str]) -> int:
     # Hosts have a /tmp and a /root of their own, so this is elsewhere. Sockets want a short path.
     folder = Path(tempfile.mkdtemp(prefix="ray-up-", dir="/var/tmp"))
     folder.chmod(0o755)
-    print(json.dumps({"bench": "ray_up", "cpus": os.cpu_count(), "machine": socket.gethostname()}), flush=True)
+    print(json.dumps({"bench": "ray_up", "cpus": os.cpu_count(), "load": os.getloadavg()[0]}), flush=True)
     try:
         with step("all"), ExitStack() as stack:
             try:
