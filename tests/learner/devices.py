@@ -57,7 +57,8 @@ UPDATES = 3
 PARTS = 8
 WARM = 2
 """Updates before the common start: moments that are 0 would make a step of every rounding error's sign."""
-KEY = jax.random.key(1)
+KEY = 1
+"""Seed of the updates' key. An array would start JAX before `jax.distributed` is."""
 TIMEOUT = 120.0
 
 
@@ -95,14 +96,22 @@ def spoilt(window: Window) -> Window:
 
 
 def start(agent: Any) -> Any:
-    """A state on the host: no kernel is 0, values spread far, and the optimiser has seen some gradients."""
+    """A state on the host: no kernel is 0, and the optimiser has seen some gradients.
+
+    Q is stirred more: TD-MPC2's scale counts a range beyond 1 alone.
+    """
     state = update.init(agent, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(7), 200))
-    stirred = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), state.train.params)
+    stirred = {
+        name: jax.tree.map(
+            lambda x, std=0.1 if name == "q" else 0.02: x + std * jax.random.normal(next(keys), x.shape), tree
+        )
+        for name, tree in state.train.params.items()
+    }
     state = state._replace(train=state.train._replace(params=stirred))
     step = update.make_update(agent)
     for index in range(WARM):
-        state, _ = step(state, window(agent, 100 + index), KEY, np.uint32(100 + index))
+        state, _ = step(state, window(agent, 100 + index), jax.random.key(KEY), np.uint32(100 + index))
     return jax.tree.map(np.asarray, state)
 
 
@@ -122,7 +131,9 @@ def apart(agent: Any, state: Any) -> dict[str, float]:
     smaller = replace(agent, config=replace(agent.config, batch_size=agent.batch_size // PARTS))
     step, parts = update.make_update(smaller), []
     for rank in range(PARTS):
-        new, outcome = step(jax.device_put(state), part(window(agent, 0), rank, PARTS), KEY, np.uint32(0))
+        new, outcome = step(
+            jax.device_put(state), part(window(agent, 0), rank, PARTS), jax.random.key(KEY), np.uint32(0)
+        )
         parts.append(told(agent, new, outcome))
     return {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
 
@@ -195,9 +206,9 @@ class Plan:
             old = state
             if self.mesh is not None and index == 0:
                 self.facts["exchanged"] = collectives(
-                    self.step.lower(state, batch, KEY, np.uint32(index)).compile().as_text()
+                    self.step.lower(state, batch, jax.random.key(KEY), np.uint32(index)).compile().as_text()
                 )
-            state, outcome = self.step(state, batch, KEY, np.uint32(index))
+            state, outcome = self.step(state, batch, jax.random.key(KEY), np.uint32(index))
             made |= {f"{index}/{k}": v for k, v in told(self.agent, state, outcome).items()}
             made |= {f"{index}/write_back/{k}": v for k, v in numbers(meshes.local(outcome.write_back)).items()}
             index += 1
@@ -222,7 +233,9 @@ class Plan:
     def defend(self, state: Any) -> Any:
         """A bad window, then a good one: what the state and the outcomes say of it."""
         before = self.whole(state)
-        state, outcome = self.step(state, self.window(spoilt(window(self.agent, 50))), KEY, np.uint32(50))
+        state, outcome = self.step(
+            state, self.window(spoilt(window(self.agent, 50))), jax.random.key(KEY), np.uint32(50)
+        )
         after = self.whole(state)
         same = [a.tobytes() == b.tobytes() for a, b in zip(*map(jax.tree.leaves, (before.train, after.train)))]  # noqa: B905  # one structure
         self.facts["bad"] = {
@@ -231,7 +244,7 @@ class Plan:
             "streak": int(outcome.streak),
             "first": update.first_non_finite(outcome.metrics),
         }
-        state, outcome = self.step(state, self.window(window(self.agent, 51)), KEY, np.uint32(51))
+        state, outcome = self.step(state, self.window(window(self.agent, 51)), jax.random.key(KEY), np.uint32(51))
         self.facts["good"] = {"skipped": int(outcome.skipped), "streak": int(outcome.streak)}
         return state
 
@@ -239,7 +252,7 @@ class Plan:
         """Whether acting parameters outlive the state that they are of."""
         expected = self.agent.acting_params(self.whole(state).train)
         taken = update.make_snapshot(self.agent, self.mesh)(state)
-        self.step(state, self.window(window(self.agent, 52)), KEY, np.uint32(52))
+        self.step(state, self.window(window(self.agent, 52)), jax.random.key(KEY), np.uint32(52))
         pairs = zip(jax.tree.leaves(taken), jax.tree.leaves(expected), strict=True)
         self.facts["snapshot"] = all(
             np.asarray(a).tobytes() == b.tobytes() and a.sharding.is_fully_replicated for a, b in pairs

@@ -72,7 +72,7 @@ class Writer:
     def _write(self, shard: int, endpoint: Endpoint, ticks: int) -> None:
         try:
             # of which each append may wait for a learner that has still to be started
-            options: dict[str, Any] = {"stream": f"actor-{shard}", "num_envs": 1, "timeout": 3 * SECONDS}
+            options: dict[str, Any] = {"stream": f"actor-{shard}", "num_envs": 1, "timeout": 10 * SECONDS}
             with Client(endpoint, "run", SPEC, **options) as client:
                 collector = Collector(AGENT, environment(shard), client, shard, Counters())
                 params = AGENT.init(jax.random.key(shard))  # with latents, which say where a row belongs
@@ -84,7 +84,7 @@ class Writer:
             self._error = error
 
     def join(self) -> None:
-        self._thread.join(4 * SECONDS)
+        self._thread.join(10 * SECONDS)
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error

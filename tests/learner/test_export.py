@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from actors.collector import jit_act
 from learner import mesh, update
@@ -36,6 +36,7 @@ def state_and_window(agent: Any) -> tuple[Any, Any]:
     return jax.eval_shape(partial(update.fresh, agent), KEY), jax.eval_shape(partial(window, agent, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_updates_are_lowered(agent, platform):
     state, batch = state_and_window(agent)
@@ -49,11 +50,12 @@ def test_updates_are_lowered(agent, platform):
 
 def test_updates_over_eight_devices_are_lowered(agent):
     state, batch = state_and_window(agent)
-    step = update.make_update(agent, AbstractMesh((2, 4), mesh.AXES))
+    step = update.make_update(agent, AbstractMesh((2, 4), mesh.AXES, (AxisType.Auto, AxisType.Auto)))
     exported = export.export(step, platforms=("tpu",))(state, batch, KEY, INDEX)
     assert (exported.platforms, exported.nr_devices) == (("tpu",), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_acting_is_lowered(agent, platform):
     envs = 3

@@ -167,7 +167,7 @@ def test_devices_by_themselves_would_be_told_apart(found, agent):
     }[agent]
     for name in names:
         expected = whole[f"0/{name}"]
-        assert abs(parts[name] - expected) > 50 * tolerance(name) * abs(expected), name
+        assert abs(parts[name] - expected) > 20 * tolerance(name) * abs(expected), name
 
 
 @pytest.mark.slow
