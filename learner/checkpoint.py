@@ -103,7 +103,7 @@ class Saver:
         self._pending = self._writer.submit(save, directory, name, self._copied(state), dict(arrays), dict(meta))
 
     def wait(self) -> None:
-        """Until everything is written. Raises what went wrong, once."""
+        """Until everything is written: in the first process, which comes last. Raises what went wrong, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

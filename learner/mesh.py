@@ -23,7 +23,8 @@ from telamon.data import Window
 
 AXES = ("data", "fsdp")
 SHARDED_BYTES = 2**16
-"""Smaller arrays are not worth an exchange of their own: every device holds them. They are few per cent of a model."""
+"""Smaller arrays are not worth an exchange of their own: every device holds them. Of the published sizes, TD-MPC2 5 and
+317 and DreamerV3 12m and 200m, they are less than 1 %."""
 
 
 def make_mesh(devices: Sequence[jax.Device], fsdp: int = 1) -> Mesh:

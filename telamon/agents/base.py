@@ -80,7 +80,10 @@ class Agent(Protocol):
         ...
 
     def init(self, key: jax.Array) -> PyTree:
-        """TrainState: parameters, targets, optimisers, normalisers, counters."""
+        """TrainState, a NamedTuple: parameters, targets, optimisers, normalisers, counters.
+
+        A learner over several devices gathers all fields on each but `optim`, which networks never read.
+        """
         ...
 
     def acting_params(self, state: PyTree) -> PyTree:

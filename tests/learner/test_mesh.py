@@ -237,7 +237,7 @@ def test_two_processes_make_the_updates_of_one(found, agent, tmp_path):
     """Four devices each; the second one comes to most turns without a batch."""
     address = f"127.0.0.1:{free_port()}"
     parts = [
-        subprocess.Popen(command(tmp_path, agent, "8:4", "--group", address, str(rank), "2"), env=environment(4))
+        subprocess.Popen(command(tmp_path, agent, "8:8", "--group", address, str(rank), "2"), env=environment(4))
         for rank in range(2)
     ]
     try:
@@ -246,7 +246,7 @@ def test_two_processes_make_the_updates_of_one(found, agent, tmp_path):
         for p in parts:
             p.kill()
             p.wait()
-    first, second = (read(tmp_path, agent, "8:4", rank) for rank in range(2))
+    first, second = (read(tmp_path, agent, "8:8", rank) for rank in range(2))
     joined = {
         name: np.concatenate([value, second.numbers[name]]) if "/write_back/" in name else value
         for name, value in first.numbers.items()
@@ -257,7 +257,7 @@ def test_two_processes_make_the_updates_of_one(found, agent, tmp_path):
     assert first.facts["waits"] == second.facts["waits"] == 2 * UPDATES
     assert first.facts["compiled"] == second.facts["compiled"] == 1
     # their common checkpoint, in this process, which has one device
-    assert first.facts["read by 8:4"] is second.facts["read by 8:4"] is True
+    assert first.facts["read by 8:8"] is second.facts["read by 8:8"] is True
     like = jax.eval_shape(lambda key: update.fresh(AGENTS[agent], key), jax.random.key(0))
     state = checkpoint.load(tmp_path / f"checkpoints-{agent}", "0001", like).state
     for name, value in numbers(state).items():
