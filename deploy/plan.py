@@ -11,6 +11,9 @@ from telamon.agents.base import Agent
 from telamon.data import LimiterConfig
 from telamon.replay import TableSpec
 
+UNEVEN = 2
+"""Share of a run's rows that one environment may bring, in fair shares. Files are sparse: what it does not bring costs
+nothing."""
 TICKS_AHEAD = 32
 """Ticks of all environments that either side may be ahead: the limiter looks ten times per second, and what comes in
 between two looks has to fit."""
@@ -30,7 +33,8 @@ class Plan:
 def make_plan(config: RunConfig, cluster: ClusterConfig, agent: Agent) -> Plan:
     """Raises ValueError where the agent's schedule cannot be kept, or its batch cannot be split over the learners."""
     num_envs = cluster.actors * config.env.num
-    rows = capacity(config, agent, num_envs)
+    # twice a fair share of a short run: a worker that is faster than the others must not lose its first rows for it
+    rows = min(agent.capacity(num_envs), UNEVEN * capacity(config, agent, num_envs))
     agent.schedule(num_envs)  # refuses what could never start
     shares = lambda actors: math.ceil(actors / cluster.replay_shards) * config.env.num
     table = TableSpec(agent.row_spec, agent.window_spec, rows, shares(cluster.most_actors))

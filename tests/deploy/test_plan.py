@@ -41,7 +41,7 @@ def test_shards_have_room_for_every_worker_that_may_join(name):
 
 def test_a_short_run_is_kept_whole():
     _, plan = planned("tdmpc2", ClusterConfig(actors=4))
-    assert plan.table.capacity == 20_000 // 4 + 20_000 // 4 // 50 + 1
+    assert plan.table.capacity == 2 * (20_000 // 4 + 20_000 // 4 // 50 + 1)  # one of four workers may be twice as fast
 
 
 @pytest.mark.parametrize("name", CONFIGS)
