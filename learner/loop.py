@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 10.0
 """A run that is to finish, and owes updates, gives up after so long without a batch: its shards are gone."""
+TURN_SECONDS = 600.0
+"""For all processes to come to a turn: each may have to compile, or to wait for its shards. One that has died is
+noticed by its heartbeat."""
 DRAIN_SECONDS = 30.0
 """At the end of a run, for latents and snapshots that are still on their way."""
 
@@ -53,7 +56,7 @@ Stage = Literal["starting", "restoring", "compiling", "waiting for rows", "train
 End = Literal["finished", "stopped"]
 """Why a loop ended: no more rows will come and all updates were made, or it was told to."""
 Connect = Callable[["Sequence[Endpoint]", Totals], AbstractContextManager[Source]]
-"""A source over shards, for a run that has done so much. Raises OSError, such as TimeoutError, while one is away."""
+"""A source over shards, for a run that has done so much. Raises TimeoutError or ConnectionError while one is away."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class LearnerSetup:
     """Of one shard's table."""
     limiter: LimiterConfig
     timeout: float
-    """Seconds that a call waits for a shard or another process of the learner."""
+    """Seconds that a call waits for a shard that is away."""
     checkpoint_every: int
     """Environment steps."""
     checkpoint_keep: int
@@ -397,9 +400,7 @@ class Loop:
             session = ExitStack()
             try:
                 source = session.enter_context(self._connect(endpoints, self._totals))
-            except PermissionError:
-                raise  # no waiting will help
-            except OSError as error:
+            except (TimeoutError, ConnectionError) as error:
                 log.warning("event=no_shards error=%s", error)
                 self._stopping.wait(POLL_SECONDS)
                 continue
@@ -453,7 +454,7 @@ class Loop:
                     self._began = self._fed - self._waited.rows
         self._stage = "waiting for rows" if self._batch is None else "training"
         self._turn += 1
-        return self._group.order(self._turn, self._batch is not None, self._decide, self._setup.timeout)
+        return self._group.order(self._turn, self._batch is not None, self._decide, TURN_SECONDS)
 
     def _decide(self, able: bool) -> str:
         """The leading process's choice. able: whether all have a batch."""
