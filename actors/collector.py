@@ -111,6 +111,11 @@ def _zeroed(action: np.ndarray, where: np.ndarray) -> np.ndarray:
     return np.where(where.reshape(-1, *[1] * (action.ndim - 1)), np.zeros((), action.dtype), action)
 
 
+def params_like(agent: Agent) -> PyTree:
+    """Shapes and types of acting parameters."""
+    return jax.eval_shape(lambda key: agent.acting_params(agent.init(key)), jax.random.key(0))
+
+
 class Collector:
     """One tick: act on the pending observations, append their rows, step the environments.
 
@@ -139,6 +144,13 @@ class Collector:
     @property
     def tick_count(self) -> int:
         return self._tick
+
+    def prepare(self) -> None:
+        """Compiles what acts with parameters, for a `tick` that will not have to."""
+        num_envs = self._env.num_envs
+        obs = {k: jax.ShapeDtypeStruct((num_envs, *a.shape), as_dtype(a.dtype)) for k, a in self._env.spec.obs}
+        is_first = jax.ShapeDtypeStruct((num_envs,), bool)
+        self._act.lower(params_like(self._agent), self._carry, obs, is_first, self._key, np.uint32(0)).compile()
 
     def tick(self, params: PyTree | None) -> list[Episode]:
         """Advances every environment by one row; returns the episodes that ended. `params` None acts at random.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actors.collector import Books, Collector, Episode, Sink, Stopwatch, random_draws
+from actors.collector import Books, Collector, Episode, Sink, Stopwatch, params_like, random_draws
 from telamon.agents.base import Agent, PyTree
 from telamon.data import Counters, Rows, as_dtype
 from telamon.envs.base import BatchedEnv, Step, map_action, random_action
@@ -240,6 +240,13 @@ class Unroll:
     def waiting(self) -> int:
         return len(self._made)
 
+    def prepare(self) -> None:
+        """As `Collector.prepare`."""
+        if self._step is None:
+            self._begin()
+        zero = np.uint32(0)
+        self._by_policy.lower(params_like(self._agent), self._acting, self._keys, self._key, zero, zero).compile()
+
     def tick(self, params: PyTree | None, ahead: int = LONGEST) -> list[Episode]:
         """As `Collector.tick`. Where nothing waits, up to `ahead` ticks are unrolled first, all with `params`."""
         watch = self.stopwatch
@@ -365,6 +372,7 @@ class Rollout:
         self._outbox = Outbox(writer, patience)
         self._snapshots, self._acts_at_random = snapshots, acts_at_random
         self._patience, self._stopped, self._clock = patience, stopped, clock
+        self._prepared = False
         self._source: Unroll | Collector
         if can_unroll(env):
             self._source = Unroll(agent, env, self._outbox, seed, self.counters, index)
@@ -436,9 +444,15 @@ class Rollout:
 
     def _ready(self) -> Literal["done", "snapshot", "replay"]:
         """`done` if it may act; otherwise what it waited for in vain."""
+        able = self._acts_at_random or self.snapshot is not None
+        if self.snapshot is None and not self._prepared and (self._outbox.late or not able):
+            # it has time now, and none once the first snapshot is there: then the learner waits for its rows
+            self.stopwatch.now("acting")
+            self._source.prepare()
+            self._prepared = True
         if self._outbox.late and not self.flush():
             return "replay"
-        if self._acts_at_random or self.snapshot is not None:
+        if able:
             return "done"
         self.stopwatch.now("snapshot")
         arrived = self._snapshots.wait(self._patience)

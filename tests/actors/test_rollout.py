@@ -134,13 +134,16 @@ def test_the_lag_is_in_versions_that_had_arrived():
     assert (piece.lag, piece.first_version, piece.last_version) == (5, 3, 8)
 
 
-def test_without_a_snapshot_it_acts_only_if_it_may():
-    class Impatient(Snapshots):
-        def wait(self, timeout: float) -> bool:
-            assert timeout == SECONDS
-            return super().wait(0.01)
+class Patient(Snapshots):
+    """Waits for a shorter time than it says."""
 
-    table, snapshots = Table(), Impatient()
+    def wait(self, timeout: float) -> bool:
+        assert timeout == SECONDS
+        return super().wait(0.01)
+
+
+def test_without_a_snapshot_it_acts_only_if_it_may():
+    table, snapshots = Table(), Patient()
     r = rollout(table, snapshots=snapshots, acts_at_random=False)
     piece = r.run(5)
     assert (piece.ticks, piece.rows, piece.ended) == (0, 0, "snapshot")
@@ -150,6 +153,27 @@ def test_without_a_snapshot_it_acts_only_if_it_may():
     assert r.run(5).ended == "done"
     updates, _, _ = acted(table.columns("action"))
     assert (updates == 7).all()
+
+
+@pytest.mark.parametrize("waits_for", ["replay", "snapshot"])
+def test_it_compiles_its_policy_once_while_it_has_to_wait(waits_for, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(Collector, "prepare", lambda self: prepared.append(1))
+    table = Away(append={1: TimeoutError("no credit")}, flush=dict.fromkeys(range(2), TimeoutError("still none")))
+    r = rollout(table, acts_at_random=waits_for == "replay", snapshots=Patient())
+    if waits_for == "replay":
+        r.run(5)
+        assert prepared == []
+    for _ in range(2):
+        assert r.run(5).ended == waits_for
+        assert prepared == [1]
+
+
+def test_it_compiles_nothing_more_than_it_will_use(monkeypatch):
+    monkeypatch.setattr(Collector, "prepare", lambda self: pytest.fail("it was compiled already"))
+    r = rollout(Away(append={1: TimeoutError("no credit")}))
+    r._snapshots.offer(Snapshot(0, params(0)))
+    assert [r.run(5).ended for _ in range(2)] == ["replay", "done"]
 
 
 def test_it_stops_between_two_ticks():
@@ -325,6 +349,21 @@ def test_an_unroll_of_any_length_is_one_program_that_keeps_its_memory(pendulum):
     before = jax.tree.leaves(u._acting)
     u.tick(params(2))
     assert all(leaf.is_deleted() for leaf in before)
+
+
+@pytest.mark.parametrize(("make", "program"), [(Collector, "act"), (Unroll, "by_policy")])
+def test_what_was_prepared_is_not_compiled_again(pendulum, caplog, make, program):
+    env = pendulum()
+    source = make(Drifting(env.spec, parts.PLAN), env, Table(), 3, Counters(), (0, 0))
+    compiled = lambda: caplog.text.count(f"Compiling jit({program})")
+    with jax.log_compiles():
+        source.prepare()
+        assert compiled() == 1
+        source.tick(None)
+        while make is Unroll and source.waiting:
+            source.tick(None)
+        source.tick(jax.tree.map(jnp.array, parts.on_host(3)))
+        assert compiled() == 1
 
 
 def test_rollouts_of_jax_environments_are_unrolled_and_swap_between_unrolls(pendulum):
