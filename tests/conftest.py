@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Ray reads this when it is imported. Unset it would depend on a file in the home directory.
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # by default Ray's processes give way to all others: tests would starve
     # [B] + [T, B] is a bug more often than a wish: broadcasting has to be written out.
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     # float32 products in float32 on every backend, or tolerances would mean different things.
