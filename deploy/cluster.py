@@ -77,8 +77,10 @@ FINISH_SECONDS = 600.0
 STOP_SECONDS = 60.0
 OBJECT_STORE_BYTES = 2**30
 """For snapshots on their way, of a cluster that this command starts: there are two or three at a time."""
-BUFFER_TICKS = 256
-"""That a worker may have unacknowledged: as many as it keeps while its shard is away."""
+BUFFER_TICKS = 8
+"""That a worker may have unacknowledged. Enough to hide the way to the shard; what waits there for credit grows old."""
+ASK_SECONDS = 5.0
+"""For workers to say which snapshot they have, when the learner is started again."""
 TEMPORARY = "telamon-ray-"
 
 EnvVars = Mapping[str, str]
@@ -106,12 +108,8 @@ class Session(NamedTuple):
     address: str
     """Of the driver's node, as the others reach it."""
     own: bool
-    """Whether this command started the cluster, on this machine alone."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one node only, and so loopback will do."""
-        return self.own or len(alive()) == 1
+    """Whether this command started the cluster, on this machine alone: then loopback will do. One that was joined may
+    have more nodes tomorrow."""
 
 
 def alive() -> dict[str, Mapping[str, Any]]:
@@ -186,8 +184,8 @@ def _empty(folder: str, names: Sequence[str]) -> list[str]:
 class Kept:
     """An actor that is started again when it dies, and asked how it stands about once a second.
 
-    start: makes the actor of the n-th attempt, from 0. job: its method that is called once after each start, and whose
-    result is kept. policy: how long to wait before a start, and when to give up.
+    start: makes the actor of the n-th attempt, from 0; None while there is no room for it. job: its method that is called
+    once after each start, and whose result is kept. policy: how long to wait before a start, and when to give up.
     """
 
     def __init__(
@@ -253,6 +251,8 @@ class Kept:
 
     def _begin(self, now: float) -> None:
         self.handle = self._start(self.starts)
+        if self.handle is None:
+            return
         self.starts += 1
         if self._job is not None:
             self._working = getattr(self.handle, self._job).remote()
@@ -292,6 +292,8 @@ class Memory:
     episodes: int = 0
     lives: int = 0
     """Drivers that this run has had: no two repeat the draws of their workers."""
+    capacity: int | None = None
+    """Rows of each ring, as the shards' files were made."""
     version: int = 0
     """Highest version of a snapshot that was seen."""
     env_steps: int = 0
@@ -349,15 +351,18 @@ class Launch:
     ) -> None:
         self.config, self.cluster, self.run_dir = config, cluster, run_dir
         self.agent = make_agent(config, spec)
-        self.plan: Plan = make_plan(config, cluster, self.agent)
         self.memory = Memory.load(run_dir)
         self.memory.lives += 1
+        self.plan: Plan = make_plan(config, cluster, self.agent, self.memory.capacity)
+        self.memory.capacity = self.plan.table.capacity
         self.logs = PartLogs(run_dir / "logs")
         self.rows = 0
         """Of the run, as the learner's limiter saw them."""
+        self._ahead = 0
+        """Transitions that workers have told of since the learner said how many rows there are."""
         self.state = "starting"
         self._session, self._token = session, token
-        self._host = LOOPBACK if session.alone else session.address
+        self._host = LOOPBACK if session.own else session.address
         self._policy = RestartPolicy(budget=cluster.restarts)
         self._known: dict[str, str] = {}
         """Part -> URL of its metrics."""
@@ -367,6 +372,7 @@ class Launch:
         """The snapshots' receivers, as the learner knows them."""
         self._group: Any = None
         """Placement group of the learner, where it needs one."""
+        self._group_since = 0.0
         self._followers: dict[Any, Any] = {}
         """Job -> handle of the learner's processes but the first."""
         self._places: list[str] = []
@@ -377,6 +383,10 @@ class Launch:
         self._reporting: tuple[Any, int] | None = None
         self._unable: set[str] = set()
         """What reports lack, as far as that was said."""
+        self._limited = False
+        """Whether anybody limits the rows: until then workers make themselves ready, and no rows."""
+        self._heard: Any = None
+        """The learner's last status that was taken in."""
         self._looked_at = -math.inf
         self.shards = [
             Kept(f"shard-{i}", partial(self._start_shard, i), "open", self._policy)
@@ -390,7 +400,7 @@ class Launch:
 
     def _start_shard(self, number: int, attempt: int) -> Any:
         """On the node that has its files while that is there, else on another one, where it begins empty."""
-        nodes = alive()
+        nodes, listen = alive(), self._addresses[number]
         homes = [n for n in nodes if REPLAY_RESOURCE in nodes[n]["Resources"]] or [self._session.node]
         homes.sort()
         while len(self._places) < len(self.shards):
@@ -401,20 +411,21 @@ class Launch:
         if self._places[number] not in nodes:
             moved = homes[number % len(homes)]
             LOG.warning("event=shard_moves shard=%d from=%s to=%s", number, self._places[number], moved)
-            self._places[number], self._addresses[number] = moved, None
+            self._places[number] = moved
+            listen = None
         place = self._places[number]
-        host = LOOPBACK if self._session.alone else nodes[place]["NodeManagerAddress"]
+        host = LOOPBACK if self._session.own else nodes[place]["NodeManagerAddress"]
         self.memory.shards = [nodes[n]["NodeManagerAddress"] if n in nodes else "" for n in self._places]
         c = self.cluster
         options = ["--flush-every", str(c.flush_every)]
         if c.tls_certificate is not None and c.tls_key is not None:
             options += ["--tls-certificate", c.tls_certificate, "--tls-key", c.tls_key]
-        elif not self._session.alone:
+        elif c.insecure:
             options += ["--insecure"]
         setup = ShardSetup(
             f"shard-{number}",
             self.run_dir / "replay" / f"shard-{number}",
-            self._addresses[number] or f"{host}:0",
+            listen or f"{host}:0",
             host,
             tuple(options),
         )
@@ -425,10 +436,13 @@ class Launch:
 
     def _start_learner(self, attempt: int) -> Any:
         """Its processes; the first one's handle. Those of the attempt before are gone, or go now."""
+        places = self._places_of_learners()
+        if places is None:
+            return None
         for handle in self._followers.values():
             ray.kill(handle)
         c, config = self.cluster, self.config
-        places = self._places_of_learners()
+        self._ask_versions()
         setup = LearnerSetup(
             make_agent=partial(loading.agent_of, self.run_dir),
             run_dir=self.run_dir,
@@ -456,7 +470,7 @@ class Launch:
             resources["resources"] = {"TPU": c.learner_tpus}
         if c.learners > 1:
             find = remote(num_cpus=0)(free_address).options(scheduling_strategy=places[0])
-            setup = replace(setup, coordinator=ray.get(find.remote()))
+            setup = replace(setup, coordinator=ray.get(find.remote(), timeout=STATUS_PATIENCE))
         handles = [
             actor.options(scheduling_strategy=place, **resources).remote(replace(setup, rank=rank))
             for rank, place in enumerate(places)
@@ -465,16 +479,31 @@ class Launch:
         self._told = {}
         return handles[0]
 
-    def _places_of_learners(self) -> list[Any]:
-        """Scheduling strategies: on the driver's node, or wherever the accelerators are, as one group."""
+    def _ask_versions(self) -> None:
+        """Sees which snapshots have been handed out, so that a new learner's are newer than all of them."""
+        asked = {handle.status.remote(): name for name, handle in self.pool.handles().items()}
+        answered = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)[0] if asked else []
+        for ref in answered:
+            try:
+                status = ray.get(ref)
+            except ray.exceptions.RayError:
+                continue  # it takes no snapshot any more
+            self._write_log(asked[ref], status.log)
+            self.memory.version = max(self.memory.version, status.figures.newest or 0)
+
+    def _places_of_learners(self) -> list[Any] | None:
+        """Scheduling strategies: on the driver's node, or wherever the accelerators are, as one group; None while there
+        is no room for that. Raises PartFailed when there has been none for too long."""
         c = self.cluster
         if c.learners == 1 and c.learner_gpus == 0 and c.learner_tpus == 0:
             return [NodeAffinitySchedulingStrategy(self._session.node, soft=False)]
         if self._group is None:
             bundle = {"CPU": c.learner_cpus, "GPU": c.learner_gpus, "TPU": c.learner_tpus}
             bundles = [{k: v for k, v in bundle.items() if v}] * c.learners
-            self._group = placement_group(bundles, strategy="SPREAD")
-        if not self._group.wait(PLACEMENT_SECONDS):
+            self._group, self._group_since = placement_group(bundles, strategy="SPREAD"), time.monotonic()
+        if not self._group.wait(0):
+            if time.monotonic() - self._group_since < PLACEMENT_SECONDS:
+                return None
             raise PartFailed(
                 f"the cluster has had no room for {c.learners} learners of {c.learner_cpus:g} CPUs, "
                 f"{c.learner_gpus:g} GPUs and {c.learner_tpus:g} TPUs each for {PLACEMENT_SECONDS:g} s"
@@ -496,7 +525,7 @@ class Launch:
             acts_at_random=self.agent.acts_at_random and self.memory.version == 0,
             env_timeout=config.env.timeout,
             timeout=config.replay.timeout,
-            metrics_host=LOOPBACK if self._session.alone else None,
+            metrics_host=LOOPBACK if self._session.own else None,
         )
         return self._acting(RolloutWorker).remote(setup)
 
@@ -539,18 +568,23 @@ class Launch:
 
     @property
     def env_steps(self) -> int:
-        """What workers have told of rows that begin an episode may lag behind, by what one that was killed did last."""
-        return max(0, self.rows - self.memory.resets) * self.agent.env.action_repeat
+        """Of the run. Rows are told by the learner and beginnings of episodes by the workers, each about a second late:
+        the difference may go back for a moment, and this does not."""
+        told = self.transitions * self.agent.env.action_repeat
+        self.memory.env_steps = max(self.memory.env_steps, told)
+        return self.memory.env_steps
 
-    def start(self, stopped: Callable[[], bool]) -> None:
+    def start(self, live: LiveView, stopped: Callable[[], bool]) -> None:
         """Starts all parts; the learner and the workers once every shard has an address."""
         while not all(self._addresses):
             if stopped():
                 raise KeyboardInterrupt
             self._poll_shards()
+            if time.monotonic() - self._looked_at >= STATUS_SECONDS:
+                self._looked_at = time.monotonic()
+                self.show(live)
             time.sleep(TURN_SECONDS)
         self.learner.poll()
-        self.pool.held = True  # until somebody limits the rows
         self.pool.resize(self.cluster.actors)
         self.state = "running"
 
@@ -558,6 +592,8 @@ class Launch:
         """Takes what has happened, does what is due. Returns the episodes that have ended."""
         self._poll_shards()
         self._poll_learner()
+        soon = self.env_steps + self._ahead * self.agent.env.action_repeat
+        self.pool.held = not self._limited or soon >= self.config.steps
         episodes = self._take(self.pool.poll())
         if self.config.eval.every and self.learner.status is not None:
             self._write_log("evaluator", self.evaluator.poll())
@@ -567,28 +603,38 @@ class Launch:
         return episodes
 
     def _poll_shards(self) -> None:
-        moved = False
         for i, shard in enumerate(self.shards):
             self._write_log(shard.name, shard.poll())
             found = None if shard.status is None else shard.status.address
             if found is not None and found != self._addresses[i]:
-                moved = moved or self.learner.handle is not None
-                self._addresses[i] = found
-        if moved and all(self._addresses):
-            self.learner.handle.set_shards.remote(self._endpoints())
-            for name, handle in self.pool.handles().items():
-                # a client knows one address; its replacement goes on with its rings
+                before, self._addresses[i] = self._addresses[i], found
+                if before is not None:
+                    self._shard_moved(i)
+
+    def _shard_moved(self, number: int) -> None:
+        """Lets the learner know, and replaces the shard's workers: a client knows one address."""
+        for learner in (self.learner.handle, *self._followers.values()):
+            if learner is not None:  # else it is told when it is started
+                learner.set_shards.remote(self._endpoints())
+        for name, handle in self.pool.handles().items():
+            if int(name.rpartition("-")[2]) % len(self.shards) == number:
                 LOG.info("event=worker_replaced part=%s reason='its shard has moved'", name)
                 ray.kill(handle)
 
     def _poll_learner(self) -> None:
         self._write_log("learner", self.learner.poll())
-        gone = [ref for ref in self._followers if _is_ready(ref)]
-        if gone and self.learner.handle is not None and self.learner.result is None:
-            self.learner.died("another process of its group has ended")
-        if self.learner.status is not None:
-            loop = self.learner.status.loop
-            self.pool.held = self.pool.held and loop.limiter is None
+        for ref in [ref for ref in self._followers if _is_ready(ref)]:
+            try:
+                ray.get(ref)  # it has ended as it was told; the first process has more to do then
+                del self._followers[ref]
+            except ray.exceptions.RayError as error:
+                if self.learner.handle is not None:
+                    self.learner.died(f"another process of its group has died: {one_line(error)}")
+                break
+        if (status := self.learner.status) is not None and status is not self._heard:
+            self._heard, loop = status, status.loop
+            self._limited = self._limited or loop.limiter is not None
+            self._ahead = 0
             self.rows = max(self.rows, loop.counters.rows)
             self.memory.version = max(self.memory.version, loop.version)
 
@@ -598,6 +644,7 @@ class Launch:
             match event:
                 case Arrived(_, piece):
                     self.memory.resets += piece.resets
+                    self._ahead += piece.rows - piece.resets
                     self.memory.episodes += len(piece.episodes)
                     episodes += piece.episodes
                 case Seen(name, status):
@@ -623,6 +670,16 @@ class Launch:
             if "level=WARNING" in line or "level=ERROR" in line:
                 LOG.warning("event=part_says part=%s line=%r", name, line)
 
+    @property
+    def transitions(self) -> int:
+        """As far as rows and the beginnings of episodes are known."""
+        return max(0, self.rows - self.memory.resets)
+
+    def _count(self) -> None:
+        """Tells the learner what the run has done, once the rows are known."""
+        if self.learner.handle is not None and self.rows:
+            self.learner.handle.count.remote(self.transitions, self.memory.episodes)
+
     # what is done every second
 
     def look(self, writer: MetricsWriter, live: LiveView) -> None:
@@ -631,10 +688,7 @@ class Launch:
         if now - self._looked_at < STATUS_SECONDS:
             return
         self._looked_at = now
-        if self.learner.handle is not None:
-            self.learner.handle.count.remote(self.rows - self.memory.resets, self.memory.episodes)
-            newest = [s.figures.newest for s in self.pool.statuses().values() if s is not None]
-            self.memory.version = max([self.memory.version, *(n for n in newest if n is not None)])
+        self._count()
         self._evaluate(writer, live)
         self._report(writer)
         self._log(writer, live)
@@ -645,8 +699,7 @@ class Launch:
 
     def write(self, writer: MetricsWriter, live: LiveView, metrics: Mapping[str, float]) -> None:
         """Adds a line to the record of the run."""
-        self.memory.env_steps = max(self.memory.env_steps, self.env_steps)
-        writer.write(self.memory.env_steps, metrics)
+        writer.write(self.env_steps, metrics)
         live.update(metrics=metrics)
 
     def _due(self, last: int | None, every: int) -> bool:
@@ -661,8 +714,8 @@ class Launch:
                 found = ray.get(ref)
             except ray.exceptions.RayTaskError as error:
                 raise PartFailed(f"evaluator: {error.cause}") from error.cause
-            except ray.exceptions.RayError as error:
-                self.evaluator.died(one_line(error))
+            except ray.exceptions.RayError as error:  # its death is heard of by its status; it is asked again
+                LOG.info("event=evaluation_lost reason=%r", one_line(error))
                 return
             if found is not None:  # it has no snapshot yet: it is asked again
                 self.memory.evaluated = asked
@@ -674,7 +727,7 @@ class Launch:
                 })  # fmt: skip
         ready = self.evaluator.status is not None and self._evaluation is None and self.memory.version > 0
         if ready and self._due(self.memory.evaluated, self.config.eval.every):
-            self._evaluation = self.evaluator.handle.evaluate.remote(self.env_steps), self.env_steps
+            self._evaluation = self.evaluator.handle.evaluate.remote(self.env_steps % 2**32), self.env_steps
 
     def _report(self, writer: MetricsWriter) -> None:
         """Likewise a look at the world model."""
@@ -685,17 +738,15 @@ class Launch:
             except ray.exceptions.RayError as error:  # the learner has died or ended; the next one is asked again
                 LOG.info("event=report_lost reason=%r", one_line(error))
                 return
-            self.memory.reported = self.env_steps
-            step = max(self.memory.env_steps, self.env_steps)
+            self.memory.reported = step = self.env_steps
             missing = openloop.show(found, step, self.run_dir / local.REPORTS, writer, self.config.report.keep)
             for sentence in missing - self._unable:
                 LOG.warning("event=report_incomplete reason=%r", sentence)
             self._unable |= missing
-            self.memory.env_steps = step
             writer.write(step, {f"report/{k}": float(v) for k, v in found.losses.items()})
         learned = self.learner.status is not None and self.learner.status.loop.counters.updates > 0
         if self._reporting is None and learned and self._due(self.memory.reported, self.config.report.every):
-            self._reporting = self.learner.handle.report.remote(self.env_steps), self.env_steps
+            self._reporting = self.learner.handle.report.remote(self.env_steps % 2**32), self.env_steps
 
     def _log(self, writer: MetricsWriter, live: LiveView) -> None:
         """A line of losses and of how the parts keep up."""
@@ -708,7 +759,7 @@ class Launch:
         line = {
             **local.named(loop.metrics),
             "counters/rows": counters.rows,
-            "counters/transitions": self.rows - self.memory.resets,
+            "counters/transitions": self.transitions,
             "counters/updates": counters.updates,
             "counters/skipped_updates": counters.skipped,
             "cluster/actors": self.pool.running,
@@ -826,7 +877,7 @@ class Launch:
     def run(self, writer: MetricsWriter, live: LiveView, stopped: Callable[[], bool]) -> bool:
         """Until the steps are done (True) or `stopped()` (False); the learner has written its last checkpoint then."""
         self.show(live)
-        self.start(stopped)
+        self.start(live, stopped)
         while not (done := self.env_steps >= self.config.steps) and not stopped():
             self._once(writer, live)
         self.close(writer, live, done)
@@ -842,6 +893,9 @@ class Launch:
         """Lets the workers send their last rows, the learner make the updates due (if `done`) and its checkpoint."""
         self.state = "stopping"
         self.show(live)
+        if self.learner.handle is not None:  # no snapshot for those who leave
+            self.learner.handle.set_workers.remote({})
+            self._told = {}
         for episode in self._take(self.pool.stop(STOP_SECONDS)):
             self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
         deadline = time.monotonic() + (FINISH_SECONDS if done else STOP_SECONDS)
@@ -849,7 +903,7 @@ class Launch:
         while self.learner.result is None:
             if self.learner.starts > starts and self.learner.handle is not None:  # each life is to be told
                 starts = self.learner.starts
-                self.learner.handle.count.remote(self.rows - self.memory.resets, self.memory.episodes)
+                self._count()
                 end = self.learner.handle.finish if done else self.learner.handle.stop
                 end.remote()
             if time.monotonic() > deadline:
@@ -882,21 +936,21 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
     Raises ValueError, EnvError, OSError, PartFailed or NonFiniteUpdate with one sentence; nothing is left running.
     """
     run_dir = run_dir.resolve()
-    check(config, cluster, run_dir, resume)
+    cluster = check(config, cluster, run_dir, resume)
     parts = cluster.most_actors * cluster.actor_cpus + cluster.learners * cluster.learner_cpus + cluster.replay_shards
     with ExitStack() as stack:
         console.print(f"{config.algorithm} on {config.task}: starting Ray", highlight=False)
         session = stack.enter_context(connect(cluster, math.ceil(parts + cluster.actor_cpus), run_dir / "logs" / "ray"))
         stopped = stack.enter_context(local.stop_on_signal())
-        if not (session.alone or cluster.insecure or cluster.tls_certificate):
+        if not (session.own or cluster.insecure or cluster.tls_certificate):
             raise ValueError(
-                "this cluster has several nodes: replay servers without TLS show token and rows to its network; give "
-                "tls_certificate, tls_key and root_certificate, or say --insecure"
+                "replay servers without TLS show token and rows to the network of a cluster; give tls_certificate, "
+                "tls_key and root_certificate, or say --insecure"
             )
         token = secrets.token_urlsafe(32)
-        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster), token)
+        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster, stopped), token)
         stack.callback(run.kill)
-        if session.alone:
+        if session.own:
             local.memory(config, run.agent, cluster.actors * config.env.num)  # refuses what does not fit
         prepare(run, token)
         console.print(
@@ -921,29 +975,46 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
     return 130
 
 
-def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool) -> None:
-    """Refuses what could not work, before anything is started. Raises ValueError or FileNotFoundError."""
+def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool) -> ClusterConfig:
+    """Refuses what could not work, before anything is started; the cluster with what must stay as it was.
+
+    Raises ValueError or FileNotFoundError.
+    """
     local.check_run_dir(config, run_dir, resume)
     if config.replay.address is not None:
-        raise ValueError(
-            f"replay.address={config.replay.address} is of `telamon train`; a launch starts its own shards"
-        )
+        raise ValueError(f"replay.address={config.replay.address} is of `telamon train`; a launch has its own shards")
     if resume:
-        before, now = asdict(configs.load_cluster(run_dir)), asdict(cluster)
-        if differing := [f"{key} ({before[key]} -> {now[key]})" for key in FIXED if before[key] != now[key]]:
+        before = configs.load_cluster(run_dir)
+        cluster = replace(cluster, max_actors=cluster.max_actors or before.max_actors)
+        found = [(key, getattr(before, key), getattr(cluster, key)) for key in FIXED]
+        if differing := [f"{key} ({old} -> {new})" for key, old, new in found if old != new]:
             raise ValueError(f"{run_dir} was started with another cluster; differing keys: {', '.join(differing)}")
+    cluster = replace(cluster, max_actors=cluster.most_actors)  # written down: what the shards' files have room for
     for name in ("tls_certificate", "tls_key", "root_certificate"):
         file = getattr(cluster, name)
         if file is not None and not Path(file).is_file():
             raise FileNotFoundError(f"{name}={file} is no file")
+    return cluster
 
 
-def find_spec(config: RunConfig, cluster: ClusterConfig) -> EnvSpec:
-    """What a worker's environments are like; this node needs no library for them. Raises EnvError."""
+def find_spec(config: RunConfig, cluster: ClusterConfig, stopped: Callable[[], bool]) -> EnvSpec:
+    """What a worker's environments are like; this node needs no library for them.
+
+    Raises EnvError, PartFailed where the cluster has no room for a worker, KeyboardInterrupt once `stopped()`.
+    """
     environment = ONE_THREAD if cluster.actor_gpus == 0 else {}
     task = remote(num_cpus=cluster.actor_cpus, runtime_env={"env_vars": environment}, max_retries=0)(describe)
+    asked, deadline = task.remote(partial(build_env, config, 1, Path.cwd())), time.monotonic() + PLACEMENT_SECONDS
+    while not ray.wait([asked], timeout=0.1)[0]:
+        if stopped():
+            raise KeyboardInterrupt
+        if time.monotonic() > deadline:
+            raise PartFailed(
+                f"the cluster has had no room for a worker of {cluster.actor_cpus:g} CPUs and {cluster.actor_gpus:g} "
+                f"GPUs for {PLACEMENT_SECONDS:g} s"
+            )
     try:
-        spec: EnvSpec = ray.get(task.remote(partial(build_env, config, 1, Path.cwd())))
+        spec: EnvSpec = ray.get(asked)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     return spec

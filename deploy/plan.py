@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from deploy import local
 from deploy.config import ClusterConfig, RunConfig
-from deploy.local import capacity
 from telamon.agents.base import Agent
 from telamon.data import LimiterConfig
 from telamon.replay import TableSpec
@@ -30,11 +30,13 @@ class Plan:
     """Of each shard, once the rings of the first workers are full."""
 
 
-def make_plan(config: RunConfig, cluster: ClusterConfig, agent: Agent) -> Plan:
-    """Raises ValueError where the agent's schedule cannot be kept, or its batch cannot be split over the learners."""
+def make_plan(config: RunConfig, cluster: ClusterConfig, agent: Agent, capacity: int | None) -> Plan:
+    """capacity: rows of each ring where that is settled, by the first start of a run; None: not yet.
+
+    Raises ValueError where the agent's schedule cannot be kept, or its batch cannot be split over the learners."""
     num_envs = cluster.actors * config.env.num
     # twice a fair share of a short run: a worker that is faster than the others must not lose its first rows for it
-    rows = min(agent.capacity(num_envs), UNEVEN * capacity(config, agent, num_envs))
+    rows = capacity or min(agent.capacity(num_envs), UNEVEN * local.capacity(config, agent, num_envs))
     agent.schedule(num_envs)  # refuses what could never start
     shares = lambda actors: math.ceil(actors / cluster.replay_shards) * config.env.num
     table = TableSpec(agent.row_spec, agent.window_spec, rows, shares(cluster.most_actors))

@@ -19,7 +19,7 @@ from telamon.rpc.client import Client
 from telamon.rpc.security import Endpoint
 from telamon.rpc.sharded import ShardedReplay
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 5.0
 """Time-out of a look of the limiter at a shard."""
 
 

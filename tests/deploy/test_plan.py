@@ -26,7 +26,7 @@ TWO = ClusterConfig(actors=2)
 def planned(name, cluster=TWO, **changed):
     config = replace(CONFIGS[name], **changed)
     agent = make_agent(config, SPEC)
-    return agent, make_plan(config, cluster, agent)
+    return agent, make_plan(config, cluster, agent, None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
