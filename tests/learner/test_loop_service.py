@@ -18,10 +18,16 @@ from tests.service import serve
 from tests.waiting import until
 
 
+def joined(loop: Loop) -> bool:
+    """Whether all shards are on the clock of the loop's limiter."""
+    status = loop.limiter_status()
+    return status is not None and len(status.headroom) == SHARDS
+
+
 def acting(endpoints: Sequence[Endpoint], ticks: int, loop: Loop) -> list[Writer]:
     """A writer for each shard, all on the clock of the loop's limiter."""
     writers = [Writer(i, endpoint, ticks) for i, endpoint in enumerate(endpoints)]
-    until(lambda: len(loop.limiter_status().headroom) == SHARDS)
+    until(lambda: joined(loop))
     for writer in writers:
         writer.go_on.set()
     return writers
@@ -42,7 +48,6 @@ def test_the_train_ratio_is_kept_over_two_shards(tmp_path):
     with servers(tmp_path) as endpoints:
         loop = make(tmp_path, endpoints)
         with running(loop) as ended:
-            until(lambda: loop.limiter_status() is not None)
             for writer in acting(endpoints, 200, loop):
                 writer.join()
             loop.finish()
@@ -92,14 +97,12 @@ def test_a_shard_at_another_address_is_gone_on_with(tmp_path):
         with serve(tmp_path / "shard-1") as before:
             loop = make(tmp_path, (still, before))
             stack.enter_context(running(loop))
-            until(lambda: loop.limiter_status() is not None)
             for writer in acting((still, before), 60, loop):
                 writer.join()
             until(lambda: loop.status().stage == "waiting for rows" and loop.status().counters.rows == SHARDS * 60)
         after = stack.enter_context(serve(tmp_path / "shard-1"))
         made = loop.status().counters.updates
         loop.set_shards((still, after))
-        until(lambda: len(loop.limiter_status().headroom if loop.limiter_status() else ()) == SHARDS)
         writers = acting((still, after), 60, loop)
         for writer in writers:
             writer.join()
