@@ -7,6 +7,7 @@ What the driver does is a loop over what its parts tell: count, write down, star
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ remote: Any = ray.remote
 
 DRIVER_FILE = "driver.json"
 """What the driver must still know after it was killed."""
+LOCK_FILE = ".lock"
 TOKEN_FILE = "token"
 """Of mode 0600: the bearer token of the run's replay servers."""
 TARGETS_FILE = Path("prometheus") / "targets.json"
@@ -81,6 +83,7 @@ BUFFER_TICKS = 8
 """That a worker may have unacknowledged. Enough to hide the way to the shard; what waits there for credit grows old."""
 ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
+RAY_ATTEMPTS = 5
 TEMPORARY = "telamon-ray-"
 
 EnvVars = Mapping[str, str]
@@ -141,14 +144,27 @@ def connect(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[Sessi
     _sweep()
     temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")  # a run directory's path may be too long for it
     try:
-        ray.init(
-            address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=LOOPBACK, _temp_dir=temporary, **quiet,
-        )  # fmt: skip
+        _start_ray(num_cpus, temporary, quiet)
         yield _session(own=True)
     finally:
         ray.shutdown()
         _keep_logs(Path(temporary), logs)
+
+
+def _start_ray(num_cpus: int, temporary: str, quiet: Mapping[str, Any]) -> None:
+    """A cluster on this machine. Ray gives its own processes 30 seconds, which a busy machine may exceed."""
+    for attempt in range(RAY_ATTEMPTS):
+        try:
+            ray.init(
+                address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address=LOOPBACK, _temp_dir=f"{temporary}/{attempt}", **quiet,
+            )  # fmt: skip
+            return
+        except Exception as error:  # noqa: BLE001  # Ray raises nothing more specific
+            ray.shutdown()
+            LOG.warning("event=ray_does_not_start attempt=%d error=%r", attempt, one_line(error))
+            last = one_line(error)
+    raise RuntimeError(f"Ray has not started in {RAY_ATTEMPTS} attempts; the last one: {last}")
 
 
 def _session(own: bool) -> Session:
@@ -166,10 +182,11 @@ def _sweep() -> None:
 
 def _keep_logs(temporary: Path, logs: Path) -> None:
     """Keeps Ray's own logs of this session as `logs`, in place of older ones; the rest of its folder goes."""
-    found = temporary / "session_latest" / "logs"
-    if found.is_dir() and logs.parent.is_dir():
+    found = sorted(temporary.glob("*/session_latest/logs"))
+    if found and logs.parent.is_dir():
         shutil.rmtree(logs, ignore_errors=True)
-        shutil.copytree(found, logs, ignore=_empty, ignore_dangling_symlinks=True)
+        with suppress(OSError):  # shutil's errors are OSErrors too; no reason to hide how the run ended
+            shutil.copytree(found[-1], logs, ignore=_empty, ignore_dangling_symlinks=True)
     shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -358,6 +375,8 @@ class Launch:
         self.logs = PartLogs(run_dir / "logs")
         self.rows = 0
         """Of the run, as the learner's limiter saw them."""
+        self._lag = 0
+        """Most versions that a row was acted with behind what its worker had, since the last line of metrics."""
         self._ahead = 0
         """Transitions that workers have told of since the learner said how many rows there are."""
         self.state = "starting"
@@ -372,9 +391,12 @@ class Launch:
         """The snapshots' receivers, as the learner knows them."""
         self._group: Any = None
         """Placement group of the learner, where it needs one."""
-        self._group_since = 0.0
+        self._group_since: float | None = None
+        """Since when there has been no room for it."""
         self._followers: dict[Any, Any] = {}
         """Job -> handle of the learner's processes but the first."""
+        self._ended: list[Any] = []
+        """Handles of those of them that have done theirs."""
         self._places: list[str] = []
         """Node of each shard."""
         self._addresses: list[str | None] = [None] * cluster.replay_shards
@@ -439,8 +461,9 @@ class Launch:
         places = self._places_of_learners()
         if places is None:
             return None
-        for handle in self._followers.values():
+        for handle in (*self._followers.values(), *self._ended):
             ray.kill(handle)
+        self._ended.clear()
         c, config = self.cluster, self.config
         self._ask_versions()
         setup = LearnerSetup(
@@ -463,7 +486,7 @@ class Launch:
             size=c.learners,
         )
         on_cpu = c.learner_gpus == 0 and c.learner_tpus == 0
-        environment = {**self._compiled(), **({"JAX_PLATFORMS": "cpu"} if on_cpu else {})}
+        environment = {**self._compiled("learner"), **({"JAX_PLATFORMS": "cpu"} if on_cpu else {})}
         actor = remote(concurrency_groups=LEARNER_GROUPS, runtime_env={"env_vars": environment})(LearnerWorker)
         resources: dict[str, Any] = {"num_cpus": c.learner_cpus, "num_gpus": c.learner_gpus}
         if c.learner_tpus:
@@ -500,14 +523,16 @@ class Launch:
         if self._group is None:
             bundle = {"CPU": c.learner_cpus, "GPU": c.learner_gpus, "TPU": c.learner_tpus}
             bundles = [{k: v for k, v in bundle.items() if v}] * c.learners
-            self._group, self._group_since = placement_group(bundles, strategy="SPREAD"), time.monotonic()
+            self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(0):
+            self._group_since = self._group_since or time.monotonic()
             if time.monotonic() - self._group_since < PLACEMENT_SECONDS:
                 return None
             raise PartFailed(
                 f"the cluster has had no room for {c.learners} learners of {c.learner_cpus:g} CPUs, "
                 f"{c.learner_gpus:g} GPUs and {c.learner_tpus:g} TPUs each for {PLACEMENT_SECONDS:g} s"
             )
+        self._group_since = None
         return [PlacementGroupSchedulingStrategy(self._group, i) for i in range(c.learners)]
 
     def _start_worker(self, index: int, attempt: int) -> Any:
@@ -527,7 +552,7 @@ class Launch:
             timeout=config.replay.timeout,
             metrics_host=LOOPBACK if self._session.own else None,
         )
-        return self._acting(RolloutWorker).remote(setup)
+        return self._acting(RolloutWorker, setup.name).remote(setup)
 
     def _start_evaluator(self, attempt: int) -> Any:
         config = self.config
@@ -539,21 +564,27 @@ class Launch:
             env_timeout=config.env.timeout,
         )
         self._evaluation = None
-        return self._acting(EvalWorker).remote(setup)
+        return self._acting(EvalWorker, setup.name).remote(setup)
 
-    def _acting(self, kind: type) -> Any:
+    def _acting(self, kind: type, name: str) -> Any:
         """An actor class of workers, anywhere in the cluster."""
         c = self.cluster
-        environment = {**self._compiled(), **(ONE_THREAD if c.actor_gpus == 0 else {})}
+        environment = {**self._compiled(name), **(ONE_THREAD if c.actor_gpus == 0 else {})}
         return remote(
             num_cpus=c.actor_cpus, num_gpus=c.actor_gpus, concurrency_groups=ACTOR_GROUPS, scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment},
         )(kind)  # fmt: skip
 
-    def _compiled(self) -> EnvVars:
-        """Where what was compiled is kept, so that what is started again need not compile it again."""
+    def _compiled(self, part: str) -> EnvVars:
+        """Where what a part has compiled is kept, so that its successor need not compile it again.
+
+        Of each part apart, because entries are not written at once, and on this machine alone, because another CPU may
+        lack instructions.
+        """
+        if not self._session.own:
+            return {}
         own = {
-            "JAX_COMPILATION_CACHE_DIR": str(self.run_dir / "compiled"),
+            "JAX_COMPILATION_CACHE_DIR": str(self.run_dir / "compiled" / part),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
         }
         return {name: os.environ.get(name, value) for name, value in own.items()}
@@ -625,8 +656,10 @@ class Launch:
         self._write_log("learner", self.learner.poll())
         for ref in [ref for ref in self._followers if _is_ready(ref)]:
             try:
-                ray.get(ref)  # it has ended as it was told; the first process has more to do then
-                del self._followers[ref]
+                ray.get(ref)
+                # It has ended as it was told. Its process stays: its death would be one to the first one, which still
+                # writes the last checkpoint.
+                self._ended.append(self._followers.pop(ref))
             except ray.exceptions.RayError as error:
                 if self.learner.handle is not None:
                     self.learner.died(f"another process of its group has died: {one_line(error)}")
@@ -637,6 +670,8 @@ class Launch:
             self._ahead = 0
             self.rows = max(self.rows, loop.counters.rows)
             self.memory.version = max(self.memory.version, loop.version)
+        if self.learner.result is not None:
+            self.rows = max(self.rows, self.learner.result.counters.rows)
 
     def _take(self, events: Sequence[Event]) -> list[Episode]:
         episodes: list[Episode] = []
@@ -645,12 +680,17 @@ class Launch:
                 case Arrived(_, piece):
                     self.memory.resets += piece.resets
                     self._ahead += piece.rows - piece.resets
+                    self._lag = max(self._lag, piece.lag)
                     self.memory.episodes += len(piece.episodes)
                     episodes += piece.episodes
                 case Seen(name, status):
                     self._write_log(name, status.log)
                 case Started(name, attempt, seconds):
                     LOG.info("event=worker_acts part=%s attempt=%d seconds=%.1f", name, attempt, seconds)
+                case Left(name, closed) if closed is not None and closed.unsent:
+                    LOG.warning(
+                        "event=rows_dropped part=%s reason='its shard did not take its last rows in time'", name
+                    )
                 case Died() | Left():
                     pass  # the pool has said so
         return episodes
@@ -755,7 +795,6 @@ class Launch:
             return
         self.memory.logged = self.env_steps
         loop, counters = status.loop, status.loop.counters
-        lags = [s.figures.lag for s in self.pool.statuses().values() if s is not None]
         line = {
             **local.named(loop.metrics),
             "counters/rows": counters.rows,
@@ -764,12 +803,13 @@ class Launch:
             "counters/skipped_updates": counters.skipped,
             "cluster/actors": self.pool.running,
             "cluster/snapshot_version": loop.version,
-            "cluster/snapshot_lag_versions": max(lags, default=0),
+            "cluster/snapshot_lag_versions": self._lag,
             "time/batch_wait_ratio": loop.batch_wait_ratio,
         }
         if loop.limiter is not None:
             line["cluster/train_ratio"] = loop.limiter.run_ratio
             line["cluster/train_ratio_minute"] = loop.limiter.recent_ratio
+        self._lag = 0
         self.write(writer, live, line)
 
     def _obey(self) -> None:
@@ -842,7 +882,7 @@ class Launch:
         if self.learner.status is not None:
             loop = self.learner.status.loop
             counters = loop.counters
-            found["batch_wait_ratio"] = loop.batch_wait_ratio
+            found |= {"batch_wait_ratio": loop.batch_wait_ratio, "version": loop.version}
             if loop.limiter is not None:
                 found |= {"train_ratio_minute": loop.limiter.recent_ratio, "lead_rows": loop.limiter.lead}
         if self.learner.result is not None:
@@ -917,12 +957,25 @@ class Launch:
         closing = [shard.handle.close.remote() for shard in self.shards if shard.handle is not None]
         ray.wait(closing, num_returns=len(closing), timeout=STOP_SECONDS)
 
+    def fail(self, live: LiveView, save: bool) -> None:
+        """Says that the run has failed, and lets the learner write a last checkpoint, if `save` and if it can."""
+        self.state = "failed"
+        self.show(live)
+        if self.learner.handle is not None and save:
+            self.learner.handle.stop.remote()
+            deadline = time.monotonic() + STOP_SECONDS
+            with suppress(PartFailed):  # it may be what failed
+                while self.learner.handle is not None and self.learner.result is None and time.monotonic() < deadline:
+                    self._write_log("learner", self.learner.poll())
+                    time.sleep(TURN_SECONDS)
+        self.memory.save(self.run_dir)
+
     def kill(self) -> None:
         """Ends every process that is left; shards go by themselves, with their keepers."""
         self.pool.kill()
         for kept in (self.learner, self.evaluator, *self.shards):
             kept.kill()
-        for handle in self._followers.values():
+        for handle in (*self._followers.values(), *self._ended):
             ray.kill(handle)
         self.logs.close()
 
@@ -939,6 +992,8 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
     cluster = check(config, cluster, run_dir, resume)
     parts = cluster.most_actors * cluster.actor_cpus + cluster.learners * cluster.learner_cpus + cluster.replay_shards
     with ExitStack() as stack:
+        if resume:
+            stack.enter_context(alone_in(run_dir))
         console.print(f"{config.algorithm} on {config.task}: starting Ray", highlight=False)
         session = stack.enter_context(connect(cluster, math.ceil(parts + cluster.actor_cpus), run_dir / "logs" / "ray"))
         stopped = stack.enter_context(local.stop_on_signal())
@@ -953,6 +1008,8 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
         if session.own:
             local.memory(config, run.agent, cluster.actors * config.env.num)  # refuses what does not fit
         prepare(run, token)
+        if not resume:
+            stack.enter_context(alone_in(run_dir))
         console.print(
             f"{cluster.actors} workers of {config.env.num} environments, {cluster.replay_shards} replay shards; each "
             f"shard {run.plan.shard_bytes / local.GIB:.2f} GiB when full; run directory {run_dir}",
@@ -962,11 +1019,11 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
         live = stack.enter_context(LiveView(f"{config.algorithm} on {config.task}", config.steps, console))
         try:
             finished = run.run(writer, live, stopped)
-        except ray.exceptions.RayError as error:
-            raise PartFailed(f"Ray itself has failed: {one_line(error)}") from error
-        except BaseException:
-            run.state = "failed"
-            run.show(live)
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be why
+                run.fail(live, isinstance(error, Exception))
+            if isinstance(error, ray.exceptions.RayError):
+                raise PartFailed(f"Ray itself has failed: {one_line(error)}") from error
             raise
     if finished:
         return 0
@@ -995,6 +1052,19 @@ def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool
         if file is not None and not Path(file).is_file():
             raise FileNotFoundError(f"{name}={file} is no file")
     return cluster
+
+
+@contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """While the block runs no other driver works in the run directory. Raises ValueError where one does."""
+    handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process, however it ends
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"another `telamon launch` is at work in {run_dir}; end it first") from error
+    finally:
+        os.close(handle)
 
 
 def find_spec(config: RunConfig, cluster: ClusterConfig, stopped: Callable[[], bool]) -> EnvSpec:

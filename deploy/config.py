@@ -209,8 +209,8 @@ class ClusterConfig:
     learners: int = 1
     """Processes of the learner, each on a host of its own, with all of its accelerators."""
     address: str | None = None
-    """A Ray cluster: HOST:PORT, auto, or ray://...; None: the environment variable RAY_ADDRESS, else a cluster of its
-    own on this machine, which ends with the command."""
+    """A Ray cluster that this machine belongs to, HOST:PORT or auto; None: the environment variable RAY_ADDRESS, else a
+    cluster of its own on this machine, which ends with the command."""
     actor_cpus: float = 1.0
     """CPUs that Ray reserves for each rollout worker, and for the evaluator."""
     actor_gpus: float = 0.0

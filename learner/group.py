@@ -71,7 +71,6 @@ class DistributedGroup:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise TimeoutError(
-                f"process {rank} of the learner has said nothing in turn {turn} for {timeout:g} s; "
-                "the bound is replay.timeout"
+                f"process {rank} of the learner has said nothing in turn {turn} for {timeout:g} s, and is taken for dead"
             ) from error
         return value

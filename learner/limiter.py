@@ -5,8 +5,8 @@ what its updates are worth minus what was inserted. An update is admitted while 
 it; inserts may go on until the lead has fallen to the other edge. The rows between are the *headroom*, handed out as
 *credit*: how many rows a shard may hold of all it ever took. The rules:
 
-1. Before the fill (`min_rows`, `min_items`) nothing is trained on, and every look lets each shard take a band's rows: so
-   no more than that comes beyond the fill. It owes no updates, or those beyond `lead`, in one burst, once per run.
+1. Before the fill (`min_rows`, `min_items`) nothing is trained on, and every look lets each shard take a band's rows,
+   so no more than that comes beyond it. The fill owes no updates, or those beyond `lead`, in one burst, once per run.
 2. From then on shards that can be sampled are *members*. Only rows that a member took while it was one are on the
    clock. A shard without a window to offer lets every row pass by itself: it joins with its first window.
 3. The sum of all credit never exceeds the band less one tick, which may be on its way past its look at the credit.

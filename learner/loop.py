@@ -459,6 +459,8 @@ class Loop:
     def _decide(self, able: bool) -> str:
         """The leading process's choice. able: whether all have a batch."""
         if self._stopping.is_set():
+            if self._source is not None:
+                self._source.gate.look()  # the last rows count
             return f"end stopped {self._name()}"
         if self._finishing.is_set() and self._all_made():
             return f"end finished {self._name()}"

@@ -37,7 +37,7 @@ SERVER_OPTIONS = (
     # Clients may ask as often as they do above, with and without a call. By default a connection on which nothing else
     # goes on, as that of a writer that waits for credit, ends after two questions that come too soon, which those of a
     # busy host do.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500 * _KEEPALIVE_SECONDS),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500 * _KEEPALIVE_SECONDS),
     ("grpc.http2.max_ping_strikes", 0),
 )
 CHANNEL_OPTIONS = (
