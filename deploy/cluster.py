@@ -201,8 +201,9 @@ def _empty(folder: str, names: Sequence[str]) -> list[str]:
 class Kept:
     """An actor that is started again when it dies, and asked how it stands about once a second.
 
-    start: makes the actor of the n-th attempt, from 0; None while there is no room for it. job: its method that is called
-    once after each start, and whose result is kept. policy: how long to wait before a start, and when to give up.
+    start: makes the actor of the n-th attempt, from 0; None while there is no room for it.
+    job: its method that is called once after each start, and whose result is kept.
+    policy: how long to wait before a start, and when to give up.
     """
 
     def __init__(

