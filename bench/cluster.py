@@ -15,6 +15,7 @@ the start. `tiny` has the smallest updates: it says how fast batches can come.
 
 `start`: from the command to the first update, with nothing compiled and after a resume.
 `calls`: what a thousand workers would cost: the caller's part of a call of Ray, and a second of the driver's pool.
+`sizes`: bytes of agents of published sizes, from their specs: docs/scaling.md goes on from there.
 
 CPU seconds are of processes by role (`ray` are the raylet and the control store), which other work on the machine
 disturbs less than rates.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -43,6 +45,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import gymnasium
+import jax
 import numpy as np
 import psutil
 import ray
@@ -61,9 +64,10 @@ from bench.timing import commit
 from deploy import local, presets
 from deploy.cluster import ONE_THREAD, TURN_SECONDS, Launch, connect, find_spec, prepare
 from deploy.config import ClusterConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
+from learner.loop import blank
 from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.agents.tdmpc2.config import TDMPC2Config
-from telamon.data import Rows
+from telamon.data import ActionSpec, ArraySpec, EnvSpec, Rows
 from telamon.keys import Stream, stream
 from telamon.telemetry.live import LiveView
 from telamon.telemetry.writer import MetricsWriter
@@ -537,11 +541,46 @@ def polling(workers: int) -> float:
     return statistics.median(timed(second) for _ in range(3))
 
 
+# sizes
+
+VECTOR, PICTURE = ("obs", ArraySpec((24,))), ("image", ArraySpec((64, 64, 3), "uint8"))
+SIZES: Mapping[str, tuple[str, Any, str]] = {
+    "TD-MPC2 preset 5, vector": ("tdmpc2", VECTOR, "5"),
+    "DreamerV3 size12m, vector": ("dreamerv3", VECTOR, "size12m"),
+    "DreamerV3 size12m, image": ("dreamerv3", PICTURE, "size12m"),
+    "DreamerV3 size200m, vector": ("dreamerv3", VECTOR, "size200m"),
+    "DreamerV3 size200m, image": ("dreamerv3", PICTURE, "size200m"),
+}
+"""Of walker-walk's observations and actions."""
+
+
+def sizes(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Bytes of rows, windows, write-backs, snapshots, gradients and the train state, float32."""
+    nbytes = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    for name, (algorithm, obs, preset) in SIZES.items():
+        agent_config = {"tdmpc2": TDMPC2Config, "dreamerv3": DreamerV3Config}[algorithm]()
+        run_config = config(algorithm, "walker-walk", EnvConfig(), agent_config, preset)
+        agent = make_agent(run_config, EnvSpec("walker-walk", (obs,), ActionSpec((6,)), 500, 2))
+        state = jax.eval_shape(agent.init, jax.random.key(0))
+        window, row = agent.window_spec, agent.row_spec
+        latents = sum(array.nbytes for _, array in row.latents)
+        trained = agent.batch_size * (window.length - window.context)
+        yield {
+            "case": "sizes", "agent": name, "row_bytes": row.nbytes, "latent_bytes": latents,
+            "window_rows": window.length, "batch": agent.batch_size, "trained_rows": trained,
+            "window_bytes": sum(x.nbytes for x in jax.tree.leaves(blank(row, window, 1))),
+            "write_back_bytes": trained * (latents + 12) if latents else 0,
+            "snapshot_bytes": nbytes(jax.eval_shape(agent.acting_params, state)),
+            "parameter_bytes": nbytes(state.params), "state_bytes": nbytes(state),
+        }  # fmt: skip
+
+
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     **{name: partial(steps, name) for name in TASKS},
     **{name: partial(learning, name) for name in learners()},
     "start": start,
     "calls": calls,
+    "sizes": sizes,
 }
 
 
