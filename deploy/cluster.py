@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import jax
 import ray
 import ray.exceptions
 from ray.util.placement_group import placement_group
@@ -40,7 +41,7 @@ from deploy import loading, local, openloop, running, screen
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
 from deploy.plan import Plan, make_plan
 from deploy.shards import ShardActor, ShardSetup
-from learner import limiter
+from learner import checkpoint, limiter
 from learner.loop import LearnerSetup
 from learner.worker import GROUPS as LEARNER_GROUPS
 from learner.worker import LearnerWorker
@@ -84,7 +85,7 @@ BUFFER_TICKS = 8
 ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
 RAY_ATTEMPTS = 5
-TEMPORARY = "telamon-ray-"
+SHORT_FOLDER, TEMPORARY = "/tmp", "telamon-"
 
 EnvVars = Mapping[str, str]
 
@@ -142,7 +143,8 @@ def connect(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[Sessi
         return
     os.environ.setdefault("RAY_worker_niceness", "0")  # by default other programs of this machine come first
     _sweep()
-    temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")  # a run directory's path may be too long for it
+    # Ray's sockets are in it, and a socket's path has at most 107 bytes: no run directory, and no TMPDIR
+    temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-", dir=SHORT_FOLDER)
     try:
         _start_ray(num_cpus, temporary, quiet)
         yield _session(own=True)
@@ -174,7 +176,7 @@ def _session(own: bool) -> Session:
 
 def _sweep() -> None:
     """Removes what drivers that were killed have left."""
-    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+    for path in Path(SHORT_FOLDER).glob(f"{TEMPORARY}*"):
         pid = path.name.removeprefix(TEMPORARY).partition("-")[0]
         if not Path(f"/proc/{pid}").exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -392,6 +394,7 @@ class Launch:
         """The snapshots' receivers, as the learner knows them."""
         self._group: Any = None
         """Placement group of the learner, where it needs one."""
+        self._group_ready: Any = None
         self._group_since: float | None = None
         """Since when there has been no room for it."""
         self._followers: dict[Any, Any] = {}
@@ -525,7 +528,8 @@ class Launch:
             bundle = {"CPU": c.learner_cpus, "GPU": c.learner_gpus, "TPU": c.learner_tpus}
             bundles = [{k: v for k, v in bundle.items() if v}] * c.learners
             self._group = placement_group(bundles, strategy="SPREAD")
-        if not self._group.wait(0):
+            self._group_ready = self._group.ready()
+        if not _is_ready(self._group_ready):
             self._group_since = self._group_since or time.monotonic()
             if time.monotonic() - self._group_since < PLACEMENT_SECONDS:
                 return None
@@ -548,12 +552,18 @@ class Launch:
             table=TABLE,
             spec=self.plan.table,
             buffer_ticks=BUFFER_TICKS,
-            acts_at_random=self.agent.acts_at_random and self.memory.version == 0,
+            acts_at_random=self.agent.acts_at_random and not self._has_learned(),
             env_timeout=config.env.timeout,
             timeout=config.replay.timeout,
             metrics_host=LOOPBACK if self._session.own else None,
         )
         return self._acting(RolloutWorker, setup.name).remote(setup)
+
+    def _has_learned(self) -> bool:
+        """Whether the learner has snapshots to give, or will have once it is back."""
+        status = self.learner.status
+        published = status is not None and status.loop.snapshots > 0
+        return published or bool(checkpoint.names(self.run_dir / "checkpoints"))
 
     def _start_evaluator(self, attempt: int) -> Any:
         config = self.config
@@ -894,7 +904,7 @@ class Launch:
                 "train_ratio": limiter.ratio(self.plan.limiter, counters.rows, counters.updates),
             }
         found["asked_ratio"] = self.plan.limiter.ratio
-        return found
+        return {name: value for name, value in found.items() if math.isfinite(value)}  # JSON has no others
 
     def parts(self) -> list[Part]:
         """Who runs where, and what each does or waits for."""
@@ -989,6 +999,7 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
 
     Raises ValueError, EnvError, OSError, PartFailed or NonFiniteUpdate with one sentence; nothing is left running.
     """
+    jax.config.update("jax_platforms", "cpu")  # of this process: the accelerators are the learner's
     run_dir = run_dir.resolve()
     cluster = check(config, cluster, run_dir, resume)
     parts = cluster.most_actors * cluster.actor_cpus + cluster.learners * cluster.learner_cpus + cluster.replay_shards
@@ -1006,8 +1017,9 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
         token = secrets.token_urlsafe(32)
         run = Launch(config, cluster, run_dir, session, find_spec(config, cluster, stopped), token)
         stack.callback(run.kill)
-        if session.own:
-            local.memory(config, run.agent, cluster.actors * config.env.num)  # refuses what does not fit
+        if not any(REPLAY_RESOURCE in node["Resources"] for node in alive().values()):
+            # shards are on this machine, which refuses what does not fit
+            local.memory(config, run.agent, cluster.actors * config.env.num)
         prepare(run, token)
         if not resume:
             stack.enter_context(alone_in(run_dir))
@@ -1021,7 +1033,7 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
         try:
             finished = run.run(writer, live, stopped)
         except BaseException as error:
-            with suppress(OSError):  # the disk may be why
+            with suppress(OSError, ray.exceptions.RayError):  # the disk or Ray itself may be why
                 run.fail(live, isinstance(error, Exception))
             if isinstance(error, ray.exceptions.RayError):
                 raise PartFailed(f"Ray itself has failed: {one_line(error)}") from error
@@ -1060,10 +1072,11 @@ def alone_in(run_dir: Path) -> Iterator[None]:
     """While the block runs no other driver works in the run directory. Raises ValueError where one does."""
     handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process, however it ends
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process, however it ends
+        except BlockingIOError as error:
+            raise ValueError(f"another `telamon launch` is at work in {run_dir}; end it first") from error
         yield
-    except BlockingIOError as error:
-        raise ValueError(f"another `telamon launch` is at work in {run_dir}; end it first") from error
     finally:
         os.close(handle)
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from telamon.telemetry.live import Part, parts_table
 
 STATUS_FILE, CONTROL_FILE = "status.json", "control.json"
-STALE_SECONDS = 20.0
+STALE_SECONDS = 60.0
 """A status that is older than this is that of a launch that has died: it writes one every second or two."""
 
 

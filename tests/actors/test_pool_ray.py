@@ -163,13 +163,17 @@ def test_workers_act_take_snapshots_die_and_come_back_grow_and_shrink(drive, ser
 def test_a_worker_whose_environment_hangs_is_replaced(drive):
     def setup(endpoint: Any, index: int, attempt: int) -> WorkerSetup:
         faults = [Fault("hang", env=1, episode=1, t=2)] if attempt == 0 else []
-        return parts.worker_setup(endpoint, index, attempt, env={"faults": faults}, env_timeout=3.0)
+        return parts.worker_setup(
+            endpoint, index, attempt, env={"faults": faults}, env_timeout=3.0 if attempt == 0 else SECONDS
+        )
 
     d = drive(1, setup)
+    said = "environment 1 (counting:continuous) has not returned for 3 s; the bound is env.timeout"
     d.until(lambda: d.of(Died))
-    (died,) = d.of(Died)
-    assert died.reason == "environment 1 (counting:continuous) has not returned for 3 s; the bound is env.timeout"
-    d.until(lambda: d.acts("actor-0") and len(d.of(Started)) == 2)
+    # a machine that stands still for three seconds lets another one seem to hang first
+    d.until(lambda: said in [died.reason for died in d.of(Died)] or len(d.of(Started)) > 1)
+    assert any("has not returned for 3 s" in died.reason for died in d.of(Died))
+    d.until(lambda: d.acts("actor-0") and len(d.of(Started)) >= 2)
     d.check_rings()
 
 

@@ -187,14 +187,14 @@ def test_an_environment_that_hangs_is_told(make, monkeypatch, capsys):
     monkeypatch.setattr(
         Counting, "step", lambda self, a: (released.wait(60) if self._index == 1 else None, step(self, a))[1]
     )
-    w = make(env_timeout=1.0)
+    w = make(env_timeout=5.0)
     w.open()
     thread = threading.Thread(target=lambda: w.rollout(1))
     thread.start()
     try:
         until(lambda: w.status().hung)
         assert w.status().hung == (
-            "environment 1 (counting:continuous) has not returned for 1 s; the bound is env.timeout"
+            "environment 1 (counting:continuous) has not returned for 5 s; the bound is env.timeout"
         )
         assert w.status().figures.doing == "environment"
     finally:
