@@ -15,6 +15,7 @@ the start. `tiny` has the smallest updates: it says how fast batches can come.
 
 `start`: from the command to the first update, with nothing compiled and after a resume.
 `calls`: what a thousand workers would cost: the caller's part of a call of Ray, and a second of the driver's pool.
+`writers`: what a shard holds for each writer that is connected, and at how many it refuses the next.
 `sizes`: bytes of agents of published sizes, from their specs: docs/scaling.md goes on from there.
 
 CPU seconds are of processes by role (`ray` are the raylet and the control store), which other work on the machine
@@ -64,12 +65,17 @@ from bench.timing import commit
 from deploy import local, presets
 from deploy.cluster import ONE_THREAD, TURN_SECONDS, Launch, connect, find_spec, prepare
 from deploy.config import ClusterConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
+from deploy.shards import Keeper, ShardSetup
 from learner.loop import blank
 from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.agents.tdmpc2.config import TDMPC2Config
-from telamon.data import ActionSpec, ArraySpec, EnvSpec, Rows
+from telamon.data import ActionSpec, ArraySpec, EnvSpec, Rows, RowSpec, WindowSpec
 from telamon.keys import Stream, stream
+from telamon.replay import TableSpec
+from telamon.rpc.client import Client
+from telamon.rpc.security import Endpoint
 from telamon.telemetry.live import LiveView
+from telamon.telemetry.logs import setup_buffer
 from telamon.telemetry.writer import MetricsWriter
 
 PATIENCE = 300.0
@@ -220,7 +226,7 @@ def launched(run_config: RunConfig, cluster_config: ClusterConfig) -> Iterator[S
     """A launch as `deploy.cluster.launch` makes it, on a cluster of its own, killed in the end."""
     began = time.monotonic()
     with ExitStack() as stack:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="telamon-bench-"))) / "run"
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))) / "run"
         ray_cpus = cluster_config.most_actors + 4
         session = stack.enter_context(connect(cluster_config, ray_cpus, run_dir / "logs" / "ray"))
         up = round(time.monotonic() - began, 1)
@@ -401,7 +407,7 @@ def learning(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def start(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """From the command to the first update, of the smallest TD-MPC2: what is not the agent's."""
-    with tempfile.TemporaryDirectory(prefix="telamon-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         args = ["tdmpc2", "counting:continuous", *tiny(), "--actors", "2", "--eval.every", "0", "--steps", "1000000000"]
         run = Run(Path(folder) / "run", [*args, "--agent.buffer-size", "20000"], dict(os.environ))
         for compiled in (False, True):
@@ -434,7 +440,7 @@ class Echo:
 
 def calls(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The caller's CPU time of calls of Ray, and of a second of a pool."""
-    with tempfile.TemporaryDirectory(prefix="telamon-bench-") as folder, connect(ClusterConfig(), 4, Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, connect(ClusterConfig(), 4, Path(folder)):
         make: Any = ray.remote(num_cpus=0)(Echo)
         echoes = [make.remote() for _ in range(2)]
         ref = ray.put(np.zeros(1 << 20, np.uint8))
@@ -541,6 +547,45 @@ def polling(workers: int) -> float:
     return statistics.median(timed(second) for _ in range(3))
 
 
+def writers(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Clients with a stream and an environment each, all of one process, to one server until that refuses one."""
+    token = "the-token-of-a-benchmark"
+    spec = TableSpec(RowSpec((VECTOR,), ArraySpec((6,))), WindowSpec(4), 1000, 1000)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
+        setup = ShardSetup("shard", Path(folder), "127.0.0.1:0", "127.0.0.1")
+        keeper = Keeper(setup, token, setup_buffer())
+        stack.callback(keeper.close)
+        endpoint = Endpoint(keeper.open(), token)
+        server, own = psutil.Process(keeper.status().pid), psutil.Process()
+        before, refused, count = None, None, 0
+        while refused is None:
+            try:
+                client = Client(endpoint, "bench", spec, stream=f"w{count}", num_envs=1, timeout=30.0, buffer_ticks=1)
+                stack.callback(client.close)
+                client.append(_row())
+                client.flush()
+                count += 1
+            except TimeoutError as error:
+                refused = str(error)
+            if count % 100 == 0 or refused is not None:
+                now = (server.num_threads(), server.memory_info().rss, own.num_threads(), count)
+                if before is not None and now[3] > before[3]:
+                    more = [(a - b) / (now[3] - before[3]) for a, b in zip(now, before, strict=True)]
+                    yield {
+                        "case": "writers", "writers": count, "server_threads_per_writer": round(more[0], 2),
+                        "server_kb_per_writer": round(more[1] / 1e3), "client_threads_per_writer": round(more[2], 2),
+                        "server_mb": round(now[1] / 1e6), "refused": refused,
+                    }  # fmt: skip
+                before = now
+
+
+def _row() -> Rows:
+    """One row of one environment, which begins an episode."""
+    yes, no = np.ones(1, bool), np.zeros(1, bool)
+    return Rows(np.zeros(1, np.int32), {"obs": np.zeros((1, 24), np.float32)}, np.zeros(1, np.float32), yes, no, no,
+                np.zeros((1, 6), np.float32), {})  # fmt: skip
+
+
 # sizes
 
 VECTOR, PICTURE = ("obs", ArraySpec((24,))), ("image", ArraySpec((64, 64, 3), "uint8"))
@@ -580,6 +625,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     **{name: partial(learning, name) for name in learners()},
     "start": start,
     "calls": calls,
+    "writers": writers,
     "sizes": sizes,
 }
 
