@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,24 +256,26 @@ def tiny() -> list[str]:
 def nodes(second_cpus: int) -> Iterator[tuple[str, Callable[[], set[int]]]]:
     """A Ray cluster of two nodes on this machine: its address, and what ends the second one.
 
-    The first has room for the driver's node parts alone, so that workers go to the second.
+    The first has hardly more room than for what sits beside the driver, so that workers go to the second.
     """
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     from ray.cluster_utils import Cluster
 
     size = {"object_store_memory": 200_000_000, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, **size})
-    second = cluster.add_node(num_cpus=second_cpus, object_store_memory=200_000_000)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **size})
+    add = partial(cluster.add_node, num_cpus=second_cpus, object_store_memory=200_000_000)
+    second = add()
     cluster.wait_for_nodes()
 
     def remove() -> set[int]:
+        nonlocal second
         raylet = next(p.process for p in second.all_processes["raylet"])
         pids = {child.pid for child in psutil.Process(raylet.pid).children(recursive=True)}
         cluster.remove_node(second, allow_graceful=False)
         for pid in pids:  # what a machine that is gone no longer runs
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        cluster.add_node(num_cpus=second_cpus, object_store_memory=200_000_000)
+        second = add()
         return pids
 
     try:
