@@ -342,6 +342,19 @@ class Memory:
             raise ValueError(f"{path} is damaged: {error}") from error
 
 
+# what Ray is asked for
+
+
+def reserved(cpus: float, gpus: float, tpus: float) -> dict[str, Any]:
+    """Options of an actor."""
+    return {"num_cpus": cpus, "num_gpus": gpus, **({"resources": {"TPU": tpus}} if tpus else {})}
+
+
+def acts_on(cluster: ClusterConfig) -> EnvVars:
+    """What JAX of a worker is told: one core, unless it has an accelerator."""
+    return {} if cluster.actor_gpus or cluster.actor_tpus else ONE_THREAD
+
+
 # functions that run in other processes
 
 
@@ -492,9 +505,7 @@ class Launch:
         on_cpu = c.learner_gpus == 0 and c.learner_tpus == 0
         environment = {**self._compiled("learner"), **({"JAX_PLATFORMS": "cpu"} if on_cpu else {})}
         actor = remote(concurrency_groups=LEARNER_GROUPS, runtime_env={"env_vars": environment})(LearnerWorker)
-        resources: dict[str, Any] = {"num_cpus": c.learner_cpus, "num_gpus": c.learner_gpus}
-        if c.learner_tpus:
-            resources["resources"] = {"TPU": c.learner_tpus}
+        resources = reserved(c.learner_cpus, c.learner_gpus, c.learner_tpus)
         if c.learners > 1:
             find = remote(num_cpus=0)(free_address).options(scheduling_strategy=places[0])
             setup = replace(setup, coordinator=ray.get(find.remote(), timeout=STATUS_PATIENCE))
@@ -580,10 +591,10 @@ class Launch:
     def _acting(self, kind: type, name: str) -> Any:
         """An actor class of workers, anywhere in the cluster."""
         c = self.cluster
-        environment = {**self._compiled(name), **(ONE_THREAD if c.actor_gpus == 0 else {})}
+        environment = {**self._compiled(name), **acts_on(c)}
         return remote(
-            num_cpus=c.actor_cpus, num_gpus=c.actor_gpus, concurrency_groups=ACTOR_GROUPS, scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": environment},
+            **reserved(c.actor_cpus, c.actor_gpus, c.actor_tpus), concurrency_groups=ACTOR_GROUPS,
+            scheduling_strategy="SPREAD", runtime_env={"env_vars": environment},
         )(kind)  # fmt: skip
 
     def _compiled(self, part: str) -> EnvVars:
@@ -1086,16 +1097,14 @@ def find_spec(config: RunConfig, cluster: ClusterConfig, stopped: Callable[[], b
 
     Raises EnvError, PartFailed where the cluster has no room for a worker, KeyboardInterrupt once `stopped()`.
     """
-    environment = ONE_THREAD if cluster.actor_gpus == 0 else {}
-    task = remote(num_cpus=cluster.actor_cpus, runtime_env={"env_vars": environment}, max_retries=0)(describe)
+    task = remote(num_cpus=cluster.actor_cpus, runtime_env={"env_vars": acts_on(cluster)}, max_retries=0)(describe)
     asked, deadline = task.remote(partial(build_env, config, 1, Path.cwd())), time.monotonic() + PLACEMENT_SECONDS
     while not ray.wait([asked], timeout=0.1)[0]:
         if stopped():
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
             raise PartFailed(
-                f"the cluster has had no room for a worker of {cluster.actor_cpus:g} CPUs and {cluster.actor_gpus:g} "
-                f"GPUs for {PLACEMENT_SECONDS:g} s"
+                f"the cluster has had no room for a worker of {cluster.actor_cpus:g} CPUs for {PLACEMENT_SECONDS:g} s"
             )
     try:
         spec: EnvSpec = ray.get(asked)

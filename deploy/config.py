@@ -214,7 +214,9 @@ class ClusterConfig:
     actor_cpus: float = 1.0
     """CPUs that Ray reserves for each rollout worker, and for the evaluator."""
     actor_gpus: float = 0.0
-    """GPUs, or parts of one, for each; 0: they act on the CPU."""
+    """GPUs, or parts of one, for each."""
+    actor_tpus: float = 0.0
+    """TPU chips for each; with neither GPUs nor TPUs they act on the CPU."""
     learner_cpus: float = 1.0
     """CPUs for each process of the learner."""
     learner_gpus: float = 0.0
@@ -243,7 +245,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         low = {"actors": 1, "replay_shards": 1, "learners": 1, "restarts": 0, "actor_cpus": 0, "actor_gpus": 0,
-               "learner_cpus": 0, "learner_gpus": 0, "learner_tpus": 0, "publish_seconds": 0,
+               "actor_tpus": 0, "learner_cpus": 0, "learner_gpus": 0, "learner_tpus": 0, "publish_seconds": 0,
                "mesh.fsdp": 1}  # fmt: skip
         values = flatten(asdict(self))
         for key, bound in low.items():
