@@ -1,6 +1,6 @@
 """A training run on a cluster under fire: every part is killed in turn, and everything is checked afterwards.
 
-    python bench/chaos_launch.py OUT [--algorithm tdmpc2] [--env counting:continuous] [--rounds 3] [--parts ...]
+    python bench/chaos_launch.py OUT [--env counting:continuous] [--rounds 2] [--parts ...] [--options ...]
 
 Prints a JSON line per death: what was killed, seconds until its place was filled again and until it did its work, rows
 and updates then. The last line is about the whole run. Counting environments know their own position, so the check of
@@ -290,7 +290,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=[*PARTS, "driver"], choices=[*PARTS, "driver", "node"])
     parser.add_argument("--env", default="counting:continuous")
-    parser.add_argument("options", nargs="*", help="of telamon launch, after --; by default those of a tiny TD-MPC2")
+    parser.add_argument(
+        "--options",
+        nargs=argparse.REMAINDER,
+        help="of telamon launch, to the end of the line; by default a tiny TD-MPC2's",
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     args = ["tdmpc2", given.env, *(given.options or tiny()), "--actors", "2", "--replay-shards", "2"]
