@@ -25,6 +25,7 @@ disturbs less than rates.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -552,31 +553,26 @@ def writers(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     token = "the-token-of-a-benchmark"
     spec = TableSpec(RowSpec((VECTOR,), ArraySpec((6,))), WindowSpec(4), 1000, 1000)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
-        setup = ShardSetup("shard", Path(folder), "127.0.0.1:0", "127.0.0.1")
-        keeper = Keeper(setup, token, setup_buffer())
+        keeper = Keeper(ShardSetup("shard", Path(folder), "127.0.0.1:0", "127.0.0.1"), token, setup_buffer())
         stack.callback(keeper.close)
         endpoint = Endpoint(keeper.open(), token)
         server, own = psutil.Process(keeper.status().pid), psutil.Process()
-        before, refused, count = None, None, 0
-        while refused is None:
+        looks: list[np.ndarray[Any, Any]] = []
+        for count in itertools.count():
+            if count in (100, 400):
+                looks.append(np.array([server.num_threads(), server.memory_info().rss, own.num_threads()]))
             try:
-                client = Client(endpoint, "bench", spec, stream=f"w{count}", num_envs=1, timeout=30.0, buffer_ticks=1)
+                client = Client(endpoint, "bench", spec, stream=f"w{count}", num_envs=1, timeout=20.0)
                 stack.callback(client.close)
                 client.append(_row())
-                client.flush()
-                count += 1
-            except TimeoutError as error:
-                refused = str(error)
-            if count % 100 == 0 or refused is not None:
-                now = (server.num_threads(), server.memory_info().rss, own.num_threads(), count)
-                if before is not None and now[3] > before[3]:
-                    more = [(a - b) / (now[3] - before[3]) for a, b in zip(now, before, strict=True)]
-                    yield {
-                        "case": "writers", "writers": count, "server_threads_per_writer": round(more[0], 2),
-                        "server_kb_per_writer": round(more[1] / 1e3), "client_threads_per_writer": round(more[2], 2),
-                        "server_mb": round(now[1] / 1e6), "refused": refused,
-                    }  # fmt: skip
-                before = now
+            except OSError as error:
+                threads, rss, own_threads = (looks[1] - looks[0]) / 300
+                yield {
+                    "case": "writers", "refused_at": count, "reason": str(error),
+                    "server_threads_per_writer": round(threads, 2), "server_kb_per_writer": round(rss / 1e3),
+                    "client_threads_per_writer": round(own_threads, 2),
+                }  # fmt: skip
+                return
 
 
 def _row() -> Rows:
