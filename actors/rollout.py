@@ -213,17 +213,24 @@ def _like(where: jax.Array, a: jax.Array) -> jax.Array:
 class Unroll:
     """Does what Collector does, many ticks at a time: the same rows, but for the rounding of another program.
 
-    Rows that were made and not yet appended wait here; `waiting` says for how many ticks.
+    Rows that were made and not yet appended wait here; `waiting` says for how many ticks, `longest` bounds it.
     """
 
     def __init__(
-        self, agent: Agent, env: Unrollable, replay: Sink, seed: int, counters: Counters, index: tuple[int, ...]
+        self,
+        agent: Agent,
+        env: Unrollable,
+        replay: Sink,
+        seed: int,
+        counters: Counters,
+        index: tuple[int, ...],
+        longest: int = LONGEST,
     ) -> None:
         self._agent, self._env, self._replay = agent, env, replay
         self._seed, self._index = seed, index
         self._key = stream(seed, Stream.ACT, *index)
         self._env_id = np.arange(env.num_envs, dtype=np.int32)
-        self._longest = max(1, min(LONGEST, UNROLL_BYTES // (agent.row_spec.nbytes * env.num_envs)))
+        self._longest = max(1, min(longest, UNROLL_BYTES // (agent.row_spec.nbytes * env.num_envs)))
         self._by_policy, self._at_random = jit_unroll(agent, env, self._longest)
         self._acting: Acting | None = None
         self._keys: jax.Array | None = None
@@ -349,6 +356,7 @@ class Rollout:
     acts_at_random: whether it acts uniformly at random before the first snapshot; otherwise it waits for one.
     patience: seconds that a piece waits for a snapshot, or for the replay to take a row; no later tick is begun either.
     stopped: asked once a tick.
+    unroll_ticks: of JAX environments, that may be acted ahead of what the replay has taken.
     """
 
     def __init__(
@@ -363,6 +371,7 @@ class Rollout:
         acts_at_random: bool,
         patience: float,
         stopped: Callable[[], bool],
+        unroll_ticks: int = LONGEST,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.counters = Counters()
@@ -375,7 +384,7 @@ class Rollout:
         self._prepared = False
         self._source: Unroll | Collector
         if can_unroll(env):
-            self._source = Unroll(agent, env, self._outbox, seed, self.counters, index)
+            self._source = Unroll(agent, env, self._outbox, seed, self.counters, index, unroll_ticks)
         else:
             self._source = Collector(agent, env, self._outbox, seed, self.counters, index)
 

@@ -74,6 +74,8 @@ class WorkerSetup:
     """Of one shard."""
     buffer_ticks: int
     """Ticks that may be unacknowledged before it waits."""
+    unroll_ticks: int
+    """Ticks that JAX environments may be acted ahead of what the replay has taken: what waits there grows old."""
     acts_at_random: bool
     """Whether it may act uniformly at random until its first snapshot arrives."""
     env_timeout: float
@@ -191,6 +193,7 @@ class RolloutWorker(_Part):
         self._rollout = Rollout(
             agent, env, self._client, s.seed, s.index, self._snapshots,
             acts_at_random=s.acts_at_random, patience=PATIENCE, stopped=self._stopped.is_set,
+            unroll_ticks=s.unroll_ticks,
         )  # fmt: skip
         self._open = True
         log.info("event=start name=%s env=%s num_envs=%d address=%s", s.name, env.spec.id, env.num_envs,

@@ -80,7 +80,7 @@ FINISH_SECONDS = 600.0
 STOP_SECONDS = 60.0
 OBJECT_STORE_BYTES = 2**30
 """For snapshots on their way, of a cluster that this command starts: there are two or three at a time."""
-BUFFER_TICKS = 8
+BUFFER_TICKS = 2
 """That a worker may have unacknowledged. Enough to hide the way to the shard; what waits there for credit grows old."""
 ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
@@ -563,6 +563,7 @@ class Launch:
             table=TABLE,
             spec=self.plan.table,
             buffer_ticks=BUFFER_TICKS,
+            unroll_ticks=self.plan.unroll_ticks,
             acts_at_random=self.agent.acts_at_random and not self._has_learned(),
             env_timeout=config.env.timeout,
             timeout=config.replay.timeout,

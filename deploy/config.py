@@ -203,7 +203,7 @@ class ClusterConfig:
     actors: int = 2
     """Rollout workers, each with env.num environments; `telamon scale` changes it while the run goes on."""
     max_actors: int | None = None
-    """Most rollout workers that the replay has room for; None: four times `actors`, and 8 at least."""
+    """Most rollout workers that the replay has room for; None: twice `actors`, and 4 at least."""
     replay_shards: int = 1
     """Replay servers; a worker's rows all go to one of them."""
     learners: int = 1
@@ -267,7 +267,7 @@ class ClusterConfig:
     @property
     def most_actors(self) -> int:
         """Workers that the replay has room for."""
-        return max(8, 4 * self.actors) if self.max_actors is None else self.max_actors
+        return max(4, 2 * self.actors) if self.max_actors is None else self.max_actors
 
 
 FIXED = ("replay_shards", "max_actors")

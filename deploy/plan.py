@@ -14,9 +14,9 @@ from telamon.replay import TableSpec
 UNEVEN = 2
 """Share of a run's rows that one environment may bring, in fair shares. Files are sparse: what it does not bring costs
 nothing."""
-TICKS_AHEAD = 32
-"""Ticks of all environments that either side may be ahead: the limiter looks ten times per second, and what comes in
-between two looks has to fit."""
+TICKS_AHEAD = 4
+"""Ticks of all environments by which either side may be further ahead than it must, to hide the time between two looks
+of the limiter. What actors are ahead was acted with old parameters."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Plan:
     table: TableSpec
     """Of each shard."""
     limiter: LimiterConfig
+    unroll_ticks: int
+    """Of all environments, that fit into the band: what workers of JAX environments may act at once."""
     shard_bytes: int
     """Of each shard, once the rings of the first workers are full."""
 
@@ -42,9 +44,9 @@ def make_plan(config: RunConfig, cluster: ClusterConfig, agent: Agent, capacity:
     table = TableSpec(agent.row_spec, agent.window_spec, rows, shares(cluster.most_actors))
     if agent.batch_size % cluster.learners:
         raise ValueError(f"agent.batch_size={agent.batch_size} cannot be split evenly over learners={cluster.learners}")
-    return Plan(
-        table, _limiter(config, cluster, agent, rows * num_envs), agent.row_spec.nbytes * rows * shares(cluster.actors)
-    )
+    limiter = _limiter(config, cluster, agent, rows * num_envs)
+    shard_bytes = agent.row_spec.nbytes * rows * shares(cluster.actors)
+    return Plan(table, limiter, max(1, limiter.band // num_envs), shard_bytes)
 
 
 def _limiter(config: RunConfig, cluster: ClusterConfig, agent: Agent, capacity: int) -> LimiterConfig:

@@ -35,6 +35,7 @@ def test_shards_have_room_for_every_worker_that_may_join(name):
     agent, plan = planned(name, cluster, env=EnvConfig(num=5))
     assert plan.table.max_envs == 4 * 5  # the shard that has one worker more
     assert plan.limiter.tick_rows == 7 * 5
+    assert 0 < plan.unroll_ticks * 15 <= plan.limiter.band
     assert plan.limiter.capacity == plan.table.capacity * 15
     assert plan.shard_bytes == agent.row_spec.nbytes * plan.table.capacity * 2 * 5
 

@@ -60,7 +60,7 @@ def test_a_run_goes_on_whatever_dies_and_changes_its_size(tmp_path):
         run.until(lambda s: pid_of(s, "actor-2") is not None and s.numbers["actors_running"] == 3)
         refused = telamon("scale", str(run.run_dir), "--actors", "9")
         assert refused.returncode == 1
-        assert "actors=9 must be 2 (one for each replay shard) to 8 (max_actors" in refused.stderr
+        assert "actors=9 must be 2 (one for each replay shard) to 4 (max_actors" in refused.stderr
         assert telamon("scale", str(run.run_dir), "--actors", "2").returncode == 0
         shown = run.until(lambda s: "actor-2" not in [part.name for part in s.parts])
 
