@@ -79,7 +79,7 @@ from telamon.telemetry.live import LiveView
 from telamon.telemetry.logs import setup_buffer
 from telamon.telemetry.writer import MetricsWriter
 
-PATIENCE = 300.0
+PATIENCE = 900.0
 SETTLE = 2.0
 """Seconds between the first rows of a worker, and the first update, and a measurement."""
 SLEEP = 0.005
