@@ -337,6 +337,14 @@ def test_an_unroll_makes_the_rows_of_a_collector(pendulum):
     assert not np.isin(other.columns("action")[other.columns("action") != 0], expected.columns("action")).any()
 
 
+def test_an_unroll_is_no_longer_than_it_may_be(pendulum):
+    """What waits behind it was acted with parameters that grow old."""
+    env = pendulum()
+    u = Unroll(Drifting(env.spec, parts.PLAN), env, Table(), 3, Counters(), (0, 0), longest=4)
+    u.tick(params(1), LONGEST)
+    assert u.waiting == 3
+
+
 def test_an_unroll_of_any_length_is_one_program_that_keeps_its_memory(pendulum):
     env = pendulum()
     u = Unroll(Drifting(env.spec, parts.PLAN), env, Table(), 3, Counters(), (0, 0))
