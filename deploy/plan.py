@@ -14,7 +14,7 @@ from telamon.replay import TableSpec
 UNEVEN = 2
 """Share of a run's rows that one environment may bring, in fair shares. Files are sparse: what it does not bring costs
 nothing."""
-TICKS_AHEAD = 4
+TICKS_AHEAD = 8
 """Ticks of all environments by which either side may be further ahead than it must, to hide the time between two looks
 of the limiter. What actors are ahead was acted with old parameters."""
 

@@ -20,7 +20,11 @@ from telamon.rpc.security import Endpoint
 from telamon.rpc.sharded import ShardedReplay
 
 LOOK_SECONDS = 5.0
-"""Time-out of a look of the limiter at a shard."""
+"""Time-out of a look of the limiter at a shard. One that is late is off the clock until it answers again, which costs
+ratio: so it is long."""
+LOOK_INTERVAL = 0.05
+"""Seconds between two looks. What comes meanwhile must fit into the band, and a narrow band keeps actors close to the
+learner; a look costs about a millisecond for each shard."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,6 @@ def connect(
         gate: Gate = Ungated()
         if leading:
             shards = {f"shard-{i}": ShardCounters(client) for i, client in enumerate(clients)}
-            gate = controller = Limiter(config, shards, totals=totals)
+            gate = controller = Limiter(config, shards, totals=totals, interval=LOOK_INTERVAL)
             stack.callback(Background(controller.run, "limiter").end)
         yield Source(replay, gate, lambda: replay.dropped_rows)
