@@ -519,7 +519,7 @@ class Launch:
 
     def _ask_versions(self) -> None:
         """Sees which snapshots have been handed out, so that a new learner's are newer than all of them."""
-        asked = {handle.status.remote(): name for name, handle in self.pool.handles().items()}
+        asked = {handle.status.remote(): name for name, handle in self._receivers().items()}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)[0] if asked else []
         for ref in answered:
             try:
@@ -718,11 +718,16 @@ class Launch:
                     pass  # the pool has said so
         return episodes
 
+    def _receivers(self) -> dict[str, Any]:
+        """Name -> handle of everyone who takes snapshots."""
+        found = dict(self.pool.handles())
+        if self.evaluator.handle is not None:
+            found[self.evaluator.name] = self.evaluator.handle
+        return found
+
     def _tell_receivers(self) -> None:
         """Lets the learner know who wants its snapshots, whenever that changes."""
-        receivers = dict(self.pool.handles())
-        if self.evaluator.handle is not None:
-            receivers[self.evaluator.name] = self.evaluator.handle
+        receivers = self._receivers()
         if self.learner.handle is not None and receivers != self._told:
             self.learner.handle.set_workers.remote(receivers)
             self._told = receivers
@@ -846,6 +851,9 @@ class Launch:
             return
         least, most = len(self.shards), self.cluster.most_actors
         self._request, self._refusal = request, None
+        if self.state == "stopping":
+            self._refusal = f"the run is ending; actors={request.actors} comes too late"
+            return
         if not least <= request.actors <= most:
             self._refusal = (
                 f"actors={request.actors} must be {least} (one for each replay shard) to {most} (max_actors, which the "
@@ -1032,9 +1040,9 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
         if not any(REPLAY_RESOURCE in node["Resources"] for node in alive().values()):
             # shards are on this machine, which refuses what does not fit
             local.memory(config, run.agent, cluster.actors * config.env.num)
-        prepare(run, token)
         if not resume:
             stack.enter_context(alone_in(run_dir))
+        prepare(run, token)
         console.print(
             f"{cluster.actors} workers of {config.env.num} environments, {cluster.replay_shards} replay shards; each "
             f"shard {run.plan.shard_bytes / local.GIB:.2f} GiB when full; run directory {run_dir}",

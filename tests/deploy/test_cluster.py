@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -540,6 +541,17 @@ def test_a_shard_that_moves_takes_only_its_workers_with_it(fake, run, learner):
     assert len(fake.of("RolloutWorker")) == 4  # once
 
 
+def test_shards_are_started_where_their_files_are(fake, run):
+    fake.nodes[THERE] = "10.0.0.2"
+    fake.resources = {"replay": 1.0}
+    here = run(own=False, replay_shards=2, insecure=True)
+    here.launch.memory.shards = ["10.0.0.2", "10.0.0.1"]
+    here.begin()
+    assert [shard.args[0].listen for shard in fake.of("ShardActor")] == ["10.0.0.2:0", "10.0.0.1:0"]
+    assert [shard.options["scheduling_strategy"].node_id for shard in fake.of("ShardActor")] == [THERE, HERE]
+    assert Memory.load(here.run_dir).shards == ["10.0.0.2", "10.0.0.1"]
+
+
 def test_a_shard_whose_keeper_dies_comes_back_where_it_was(fake, run):
     here = run(actors=2).begin()
     fake.of("ShardActor")[0].die()
@@ -568,6 +580,14 @@ def test_a_learner_that_dies_goes_on_above_all_versions_that_were_seen(fake, run
     assert list(here.learner.asked("set_workers")[-1][0]) == ["actor-0", "actor-1"]  # the new one knows nobody
     here.turns(2)  # its first status is below
     assert here.launch.memory.version == 19
+
+
+def test_the_evaluator_may_have_seen_the_highest_version(fake, run):
+    here = run(EVALUATING, actors=1).begin(learner_status(10, version=7))
+    fake.of("EvalWorker")[0].always["status"] = replace(WORKER, figures=Figures(newest=9))
+    here.learner.die()
+    here.turns(3)
+    assert here.learner.args[0].first_version == 10
 
 
 def test_workers_that_are_dead_are_not_asked_for_versions(fake, run):
@@ -811,6 +831,21 @@ def test_the_number_of_workers_follows_requests(run):
     assert here.launch.pool.size == 2
 
 
+def test_no_worker_is_started_for_a_run_that_ends(fake, run):
+    here = run(actors=1).begin()
+    here.launch.pool._sleep = fake.sleep
+
+    def asleep() -> None:
+        request(here.run_dir, "late", 2)
+        if here.status().control == "late":
+            here.learner.calls[0].answer(Finished("stopped", Counters(), 0, "name"))
+
+    fake.while_asleep = asleep
+    here.launch.close(here.writer, here.live, done=False)
+    assert here.status().refusal == "the run is ending; actors=2 comes too late"
+    assert len(fake.of("RolloutWorker")) == 1
+
+
 def test_a_damaged_request_is_passed_over(run, caplog):
     here = run(actors=2).begin()
     (here.run_dir / running.CONTROL_FILE).write_text("{")
@@ -1001,6 +1036,16 @@ def test_one_driver_at_a_time(tmp_path):
                 pytest.fail("two are at work")
     with cluster.alone_in(tmp_path):  # the first has ended
         pass
+
+
+def test_a_second_launch_leaves_the_files_of_the_first_alone(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "connect", lambda *args: nullcontext(Session(HERE, "10.0.0.1", True)))
+    monkeypatch.setattr(cluster, "find_spec", lambda *args: SPEC)
+    monkeypatch.setattr(cluster.local, "memory", lambda *args: None)
+    console = Console(file=io.StringIO())
+    with cluster.alone_in(tmp_path), pytest.raises(ValueError, match="another `telamon launch`"):
+        cluster.launch(CONFIG, ClusterConfig(), tmp_path, False, console)
+    assert not (tmp_path / configs.CONFIG_FILE).exists()
 
 
 def test_what_a_driver_meets_is_no_second_driver(tmp_path):
