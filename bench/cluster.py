@@ -65,7 +65,7 @@ from bench.replay_limits import Memcpy
 from bench.timing import commit
 from deploy import local, presets
 from deploy.cluster import ONE_THREAD, TURN_SECONDS, Launch, connect, find_spec, prepare
-from deploy.config import ClusterConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
+from deploy.config import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
 from deploy.shards import Keeper, ShardSetup
 from learner.loop import blank
 from telamon.agents.dreamerv3.config import DreamerV3Config
@@ -121,9 +121,16 @@ TASKS = {"jax": "gymnax:CartPole-v1", "host": "gym:CartPole-v1", "slow": f"{Path
 
 
 def config(algorithm: str, task: str, env: EnvConfig, agent: Any, *names: str) -> RunConfig:
-    """A run without evaluations and reports, after the presets `names`."""
+    """A run without evaluations, reports and checkpoints, after the presets `names`."""
     made = RunConfig(
-        algorithm, task, steps=ENDLESS, env=env, eval=EvalConfig(every=0), report=ReportConfig(every=0), agent=agent
+        algorithm,
+        task,
+        steps=ENDLESS,
+        env=env,
+        eval=EvalConfig(every=0),
+        report=ReportConfig(every=0),
+        checkpoint=CheckpointConfig(every=ENDLESS),
+        agent=agent,
     )  # type: ignore[arg-type]  # a name from a table
     return replace(presets.apply(made, names), steps=ENDLESS, env=env)
 
