@@ -707,18 +707,19 @@ def test_workers_are_held_while_nobody_limits_the_rows(run):
     here.turns(3)
     assert len(here.worker(0).asked("rollout")) == 2
     here.learner.die()  # the shards have their last credit
-    here.turns(0.5)
+    here.turns(3)
+    assert here.launch.learner.status.loop.limiter is None  # the next one is not as far yet
     assert not here.launch.pool.held
 
 
 def test_workers_are_held_when_what_they_have_done_is_enough(run):
     here = run(actors=1).begin(learner_status(900))
     worker = here.worker(0)
-    worker.answer("rollout", piece(99))
+    worker.answer("rollout", piece(100, resets=1))
     here.launch.turn()
     here.launch.turn()
     assert not here.launch.pool.held
-    worker.answer("rollout", piece(2, resets=1))
+    worker.answer("rollout", piece(1))
     here.launch.turn()
     calls = len(worker.asked("rollout"))
     here.launch.turn()
