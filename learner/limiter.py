@@ -288,9 +288,13 @@ class Limiter:
             with self._state:
                 for name, reading in found.items():
                     self._totals = observe(self._totals, name, reading)
-                self._fill(list(found.values()))
+            begins = not self._filled and filled(self._config, list(found.values()))
+            self._filled = self._filled or begins
             if self._filled:
-                self._give(self._count(found))
+                used = self._count(found)
+                if begins:
+                    self._begin()
+                self._give(used)
             else:
                 self._let(found)
             with self._state:
@@ -298,13 +302,12 @@ class Limiter:
                 self._note(self._clock())
                 self._state.notify_all()
 
-    def _fill(self, readings: Sequence[Reading]) -> None:
-        """Ends the fill once there is enough, with the burst that it owes."""
-        if self._filled or not filled(self._config, readings):
-            return
-        self._filled = True
-        if self._first and self._config.lead is not None:
-            self._inserted = max(0, self._totals.inserted - self._config.lead)
+    def _begin(self) -> None:
+        """Starts the clock at the end of the fill, with the burst that it owes: by what the members had when they had
+        stopped, so that no row falls between the fill and the clock."""
+        with self._state:
+            if self._first and self._config.lead is not None:
+                self._inserted = max(0, self._totals.inserted - self._config.lead)
         log.info("event=limiter_filled rows=%d owing=%d", self._totals.inserted, self._inserted)
 
     def _let(self, found: Mapping[str, Reading]) -> None:
