@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -85,7 +86,7 @@ BUFFER_TICKS = 2
 ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
 RAY_ATTEMPTS = 5
-SHORT_FOLDER, TEMPORARY = "/tmp", "telamon-"
+SHORT_FOLDER, TEMPORARY = "/tmp", "telamon-ray-"
 
 EnvVars = Mapping[str, str]
 
@@ -177,8 +178,8 @@ def _session(own: bool) -> Session:
 def _sweep() -> None:
     """Removes what drivers that were killed have left."""
     for path in Path(SHORT_FOLDER).glob(f"{TEMPORARY}*"):
-        pid = path.name.removeprefix(TEMPORARY).partition("-")[0]
-        if not Path(f"/proc/{pid}").exists():
+        owner = re.fullmatch(rf"{TEMPORARY}(\d+)-\w+", path.name)
+        if owner is not None and not Path(f"/proc/{owner[1]}").exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

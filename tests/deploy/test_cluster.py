@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -1096,3 +1098,14 @@ def test_a_tls_file_that_is_not_there_is_named(tmp_path):
         cluster.check(CONFIG, tls, tmp_path / "run", resume=False)
     (tmp_path / "root").write_text("PEM")
     cluster.check(CONFIG, tls, tmp_path / "run", resume=False)
+
+
+def test_only_what_dead_drivers_left_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "SHORT_FOLDER", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = (f"telamon-ray-{dead.pid}-abc", f"telamon-ray-{os.getpid()}-abc", "telamon-ray-walker-1", "telamon-walker")
+    for name in names:
+        (tmp_path / name / "0").mkdir(parents=True)
+    cluster._sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
