@@ -83,6 +83,8 @@ OBJECT_STORE_BYTES = 2**30
 """For snapshots on their way, of a cluster that this command starts: there are two or three at a time."""
 BUFFER_TICKS = 2
 """That a worker may have unacknowledged. Enough to hide the way to the shard; what waits there for credit grows old."""
+CALLS, CALLS_PER_WRITER = 64, 3
+"""In progress at once that a shard answers: of the learner and whoever looks, and of each worker."""
 ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
 RAY_ATTEMPTS = 5
@@ -457,7 +459,8 @@ class Launch:
         host = LOOPBACK if self._session.own else nodes[place]["NodeManagerAddress"]
         self.memory.shards = [nodes[n]["NodeManagerAddress"] if n in nodes else "" for n in self._places]
         c = self.cluster
-        options = ["--flush-every", str(c.flush_every)]
+        writers = math.ceil(c.most_actors / len(self.shards))
+        options = ["--flush-every", str(c.flush_every), "--max-calls", str(CALLS + CALLS_PER_WRITER * writers)]
         if c.tls_certificate is not None and c.tls_key is not None:
             options += ["--tls-certificate", c.tls_certificate, "--tls-key", c.tls_key]
         elif c.insecure:
@@ -967,7 +970,6 @@ class Launch:
         self.show(live)
         if self.learner.handle is not None:  # no snapshot for those who leave
             self.learner.handle.set_workers.remote({})
-            self._told = {}
         for episode in self._take(self.pool.stop(STOP_SECONDS)):
             self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
         deadline = time.monotonic() + (FINISH_SECONDS if done else STOP_SECONDS)
@@ -990,8 +992,8 @@ class Launch:
         ray.wait(closing, num_returns=len(closing), timeout=STOP_SECONDS)
 
     def fail(self, live: LiveView, save: bool) -> None:
-        """Says that the run has failed, and lets the learner write a last checkpoint, if `save` and if it can."""
-        self.state = "failed"
+        """Says that the run has ended early, and lets the learner write a last checkpoint, if `save` and if it can."""
+        self.state = "failed" if save else "stopped"
         self.show(live)
         if self.learner.handle is not None and save:
             self.learner.handle.stop.remote()

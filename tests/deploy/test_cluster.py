@@ -975,7 +975,7 @@ def test_a_run_that_fails_asks_the_learner_for_a_checkpoint(fake, run, save):
     assert here.learner.asked("stop") == [()] * save
     assert (fake.now >= until) == save
     assert here.launch.learner.result == (Finished("stopped", Counters(rows=5), 0, "name") if save else None)
-    assert here.status().state == "failed"
+    assert here.status().state == ("failed" if save else "stopped")
 
 
 def test_a_learner_that_does_not_end_is_not_waited_for_without_end(fake, run):
