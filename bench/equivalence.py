@@ -24,7 +24,7 @@ from telamon.telemetry.writer import read_metrics, series
 TASKS = {
     "tdmpc2": ["gymnax:Pendulum-v1", "--preset", "laptop", "--steps", "4000"],
     "dreamerv3": [
-        "gymnax:CartPole-v1", "--preset", "laptop", "--steps", "5000", "--agent.batch-size", "8",
+        "gymnax:CartPole-v1", "--preset", "laptop", "--steps", "2500", "--agent.batch-size", "8",
         "--agent.batch-length", "32", "--agent.train-ratio", "128", "--report.every", "0",
     ],
 }  # fmt: skip
