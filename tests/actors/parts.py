@@ -47,7 +47,8 @@ def worker_setup(endpoint: Endpoint, worker: int = 0, attempt: int = 0, **change
     env = changed.pop("env", {})
     values = {
         "seed": 3, "make_agent": make_agent, "make_env": partial(make_env, **env), "endpoint": endpoint, "table": "t",
-        "spec": table_spec(), "buffer_ticks": 8, "unroll_ticks": 8, "acts_at_random": True, "env_timeout": 60.0, **changed,
+        "spec": table_spec(), "buffer_ticks": 8, "unroll_ticks": 8, "acts_at_random": True, "env_timeout": 60.0,
+        **changed,
     }  # fmt: skip
     return WorkerSetup(f"actor-{worker}", (worker, attempt), **values)
 
