@@ -63,6 +63,23 @@ class Restarts:
         return min(p.longest, p.first * p.factor ** min(len(self._deaths) - 1, 64))
 
 
+class PartFailed(RuntimeError):
+    """A part of the run gave up; the message says which and why."""
+
+
+def pause_after(restarts: Restarts, name: str, reason: str, now: float) -> float:
+    """Books a death of part `name`; seconds until it is to be started again. Raises PartFailed once it was too many."""
+    pause = restarts.died(now)
+    if pause is None:
+        p = restarts.policy
+        raise PartFailed(
+            f"{name} died {p.budget + 1} times within {p.window:g} s, the last time because: {reason}; "
+            "the bound is restarts"
+        )
+    log.warning("event=part_died part=%s reason=%r restart_in=%.1f", name, reason, pause)
+    return pause
+
+
 class Calls(Protocol):
     """What the pool needs of Ray."""
 
@@ -240,7 +257,7 @@ class Pool:
         """Does what is due and returns what has happened since, without waiting for anything.
 
         Raises what a worker raised in a rollout or while it was opened (but for an OSError there: it is taken for a
-        death, the replay may be away), and RuntimeError once one has died too often or cannot be made.
+        death, the replay may be away), and PartFailed once one has died too often or cannot be made.
         """
         now = self._clock()
         self._adjust(now)
@@ -321,7 +338,7 @@ class Pool:
             raise cause from None
         except RayActorError as error:
             if error.actor_init_failed:
-                raise RuntimeError(f"{member.name} cannot be made: {one_line(error)}") from error
+                raise PartFailed(f"{member.name} cannot be made: {one_line(error)}") from error
             return self._died(member, one_line(error), now)
         except RayError as error:
             return self._died(member, one_line(error), now)
@@ -361,14 +378,7 @@ class Pool:
             return [self._left(member, None)]
         self._calls.kill(member.handle)
         member.forget()
-        pause = member.restarts.died(now)
-        if pause is None:
-            p = member.restarts.policy
-            raise RuntimeError(
-                f"{member.name} died {p.budget + 1} times within {p.window:g} s, the last time because: {reason}; "
-                "the bound is restarts"
-            )
-        log.warning("event=part_died part=%s reason=%r restart_in=%.1f", member.name, reason, pause)
+        pause = pause_after(member.restarts, member.name, reason, now)
         member.state, member.since, member.due = "down", now, now + pause
         return [Died(member.name, reason, pause)]
 

@@ -34,12 +34,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rich.console import Console
 
 from actors.collector import Episode
-from actors.pool import Arrived, Died, Event, Left, Pool, RestartPolicy, Restarts, Seen, Started, one_line
+from actors.pool import (
+    Arrived,
+    Died,
+    Event,
+    Left,
+    PartFailed,
+    Pool,
+    RestartPolicy,
+    Restarts,
+    Seen,
+    Started,
+    one_line,
+    pause_after,
+)
 from actors.worker import GROUPS as ACTOR_GROUPS
 from actors.worker import EvalSetup, EvalWorker, RolloutWorker, WorkerSetup, describe
 from deploy import config as configs
 from deploy import loading, local, openloop, running, screen
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
+from deploy.files import replace_text
 from deploy.plan import Plan, make_plan
 from deploy.shards import ShardActor, ShardSetup
 from learner import checkpoint, limiter
@@ -98,10 +112,6 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
 }
 """Workers that act on a CPU: one core each."""
-
-
-class PartFailed(RuntimeError):
-    """A part of the run gave up; the message says which and why."""
 
 
 # Ray
@@ -256,15 +266,7 @@ class Kept:
         """Books a death; the next start is due after a pause. Raises PartFailed where it was one too many."""
         now = self._clock()
         self.kill()
-        pause = self._restarts.died(now)
-        if pause is None:
-            p = self._restarts.policy
-            raise PartFailed(
-                f"{self.name} died {p.budget + 1} times within {p.window:g} s, the last time because: {reason}; "
-                "the bound is restarts"
-            )
-        LOG.warning("event=part_died part=%s reason=%r restart_in=%.1f", self.name, reason, pause)
-        self._start_at = now + pause
+        self._start_at = now + pause_after(self._restarts, self.name, reason, now)
 
     def kill(self) -> None:
         """Ends the process at once, if there is one."""
@@ -329,9 +331,7 @@ class Memory:
     """Address of the node that has each shard's files."""
 
     def save(self, run_dir: Path) -> None:
-        temporary = run_dir / f".{DRIVER_FILE}"
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(run_dir / DRIVER_FILE)
+        replace_text(run_dir / DRIVER_FILE, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, run_dir: Path) -> Memory:
@@ -422,7 +422,8 @@ class Launch:
         self._addresses: list[str | None] = [None] * cluster.replay_shards
         self._evaluation: tuple[Any, int] | None = None
         """What was asked of the evaluator, and at how many environment steps."""
-        self._reporting: tuple[Any, int] | None = None
+        self._reporting: Any = None
+        """What was asked of the learner."""
         self._unable: set[str] = set()
         """What reports lack, as far as that was said."""
         self._limited = False
@@ -776,7 +777,7 @@ class Launch:
 
     def _due(self, last: int | None, every: int) -> bool:
         """Whether a multiple of `every` environment steps was passed since."""
-        return every > 0 and (last is None or self.env_steps // every > last // every)
+        return every > 0 and local.passed(last, every, self.env_steps)
 
     def _evaluate(self, writer: MetricsWriter, live: LiveView) -> None:
         """Takes an evaluation that has ended; asks for one that is due. Training goes on meanwhile."""
@@ -792,10 +793,8 @@ class Launch:
             if found is not None:  # it has no snapshot yet: it is asked again
                 self.memory.evaluated = asked
                 self.write(writer, live, {
-                    "eval/return": float(found.returns.mean()), "eval/return_min": float(found.returns.min()),
-                    "eval/return_max": float(found.returns.max()), "eval/length": float(found.lengths.mean()),
-                    "eval/asked_at_step": asked, "eval/snapshot_version": found.version,
-                    "time/evaluation_seconds": found.seconds,
+                    **local.evaluated(found.returns, found.lengths), "eval/asked_at_step": asked,
+                    "eval/snapshot_version": found.version, "time/evaluation_seconds": found.seconds,
                 })  # fmt: skip
         ready = self.evaluator.status is not None and self._evaluation is None and self.memory.version > 0
         if ready and self._due(self.memory.evaluated, self.config.eval.every):
@@ -803,8 +802,8 @@ class Launch:
 
     def _report(self, writer: MetricsWriter) -> None:
         """Likewise a look at the world model."""
-        if self._reporting is not None and _is_ready(self._reporting[0]):
-            (ref, _), self._reporting = self._reporting, None
+        if self._reporting is not None and _is_ready(self._reporting):
+            ref, self._reporting = self._reporting, None
             try:
                 found = ray.get(ref)
             except ray.exceptions.RayError as error:  # the learner has died or ended; the next one is asked again
@@ -818,7 +817,7 @@ class Launch:
             writer.write(step, {f"report/{k}": float(v) for k, v in found.losses.items()})
         learned = self.learner.status is not None and self.learner.status.loop.counters.updates > 0
         if self._reporting is None and learned and self._due(self.memory.reported, self.config.report.every):
-            self._reporting = self.learner.handle.report.remote(self.env_steps % 2**32), self.env_steps
+            self._reporting = self.learner.handle.report.remote(self.env_steps % 2**32)
 
     def _log(self, writer: MetricsWriter, live: LiveView) -> None:
         """A line of losses and of how the parts keep up."""
@@ -883,9 +882,7 @@ class Launch:
             {"targets": [urlsplit(url).netloc], "labels": {"part": name, "run": self.run_dir.name}}
             for name, url in sorted(pages.items())
         ]
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text(json.dumps(groups, indent=1))
-        temporary.replace(path)
+        replace_text(path, json.dumps(groups, indent=1))
 
     # what somebody sees
 
@@ -1092,7 +1089,11 @@ def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool
 
 @contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
-    """While the block runs no other driver works in the run directory. Raises ValueError where one does."""
+    """While the block runs no other driver works in the run directory, which is made if missing.
+
+    Raises ValueError where one does.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
     handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
@@ -1126,9 +1127,8 @@ def find_spec(config: RunConfig, cluster: ClusterConfig, stopped: Callable[[], b
 
 
 def prepare(run: Launch, token: str) -> None:
-    """Makes the run directory, with all that the parts read there."""
+    """Fills the run directory with all that the parts read there."""
     run_dir = run.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
     configs.save(run.config, run_dir)
     configs.save_cluster(run.cluster, run_dir)
     loading.save_spec(run.agent.env, run_dir)

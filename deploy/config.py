@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import tyro
 import yaml
 
+from deploy.files import replace_text
 from telamon.agents.base import Agent
 from telamon.agents.dreamerv3.agent import DreamerV3
 from telamon.agents.dreamerv3.config import DreamerV3Config
@@ -287,12 +288,12 @@ def default_run_dir(config: RunConfig) -> Path:
 
 def save(config: RunConfig, run_dir: Path) -> None:
     """Writes config.yaml, complete or not at all."""
-    _write(config, run_dir / CONFIG_FILE)
+    replace_text(run_dir / CONFIG_FILE, _dump(config))
 
 
 def save_cluster(config: ClusterConfig, run_dir: Path) -> None:
     """Writes cluster.yaml, complete or not at all."""
-    _write(config, run_dir / CLUSTER_FILE)
+    replace_text(run_dir / CLUSTER_FILE, _dump(config))
 
 
 def load_cluster(run_dir: Path) -> ClusterConfig:
@@ -315,10 +316,8 @@ def load(run_dir: Path) -> RunConfig:
     return _build(RunConfig, {"agent": {}, **values} if isinstance(values, Mapping) else values, "", path, agent=agent)
 
 
-def _write(config: RunConfig | ClusterConfig, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    temporary.replace(path)
+def _dump(config: RunConfig | ClusterConfig) -> str:
+    return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def _read(path: Path) -> Any:

@@ -11,6 +11,7 @@ import jax
 
 from deploy import config as configs
 from deploy.config import RunConfig, make_agent
+from deploy.files import replace_text
 from learner import checkpoint, update
 from telamon.agents.base import Agent, PyTree
 from telamon.data import EnvSpec, env_spec_from_json
@@ -21,9 +22,7 @@ SPEC_FILE = "env_spec.json"
 
 def save_spec(spec: EnvSpec, run_dir: Path) -> None:
     """Writes env_spec.json, complete or not at all."""
-    temporary = run_dir / f".{SPEC_FILE}"
-    temporary.write_text(json.dumps(asdict(spec), indent=1))
-    temporary.replace(run_dir / SPEC_FILE)
+    replace_text(run_dir / SPEC_FILE, json.dumps(asdict(spec), indent=1))
 
 
 def agent_of(run_dir: Path) -> Agent:

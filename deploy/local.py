@@ -182,6 +182,21 @@ def table_name(run_dir: Path) -> str:
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in run_dir.resolve().name)[-64:]
 
 
+def passed(last: int | None, every: int, now: int) -> bool:
+    """Whether a multiple of `every` was passed since `last`; None: it is the first time."""
+    return last is None or now // every > last // every
+
+
+def evaluated(returns: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+    """The metrics of an evaluation, from what each of its episodes gave."""
+    return {
+        "eval/return": float(returns.mean()),
+        "eval/return_min": float(returns.min()),
+        "eval/return_max": float(returns.max()),
+        "eval/length": float(lengths.mean()),
+    }
+
+
 @dataclass
 class Progress:
     """Where the loop last did what it does every so many environment steps, in environment steps."""
@@ -198,7 +213,7 @@ class Progress:
     def due(self, name: str, every: int, now: int) -> bool:
         """Whether a multiple of `every` was passed since."""
         last: int | None = getattr(self, name)
-        return last is None or now // every > last // every
+        return passed(last, every, now)
 
 
 class Run:
@@ -276,12 +291,7 @@ class Run:
             key = stream(config.seed, Stream.EVAL, index)
             found = evaluate(self.agent, self._eval_act, params, env, key, stopped=stopped)
         self.progress.evaluated = self.env_steps
-        return {
-            "eval/return": float(found.total_reward.mean()),
-            "eval/return_min": float(found.total_reward.min()),
-            "eval/return_max": float(found.total_reward.max()),
-            "eval/length": float(found.length.mean()),
-        }
+        return evaluated(found.total_reward, found.length)
 
     def report_due(self) -> bool:
         """Every `report.every` environment steps, once there is something to report on."""

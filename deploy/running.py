@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from deploy.files import replace_text
 from telamon.telemetry.live import Part, parts_table
 
 STATUS_FILE, CONTROL_FILE = "status.json", "control.json"
@@ -62,7 +62,7 @@ class Request:
 
 def write(status: RunStatus, run_dir: Path) -> None:
     """Replaces the status, complete or not at all."""
-    _replace(run_dir / STATUS_FILE, asdict(status))
+    replace_text(run_dir / STATUS_FILE, json.dumps(asdict(status), indent=1))
 
 
 def read(run_dir: Path) -> RunStatus:
@@ -105,7 +105,7 @@ def ask(
     if not found.alive:
         raise RuntimeError(f"no launch is running in {run_dir}; its last state is {found.state!r}")
     request = Request(secrets.token_hex(8), actors)
-    _replace(run_dir / CONTROL_FILE, asdict(request))
+    replace_text(run_dir / CONTROL_FILE, json.dumps(asdict(request), indent=1))
     deadline = clock() + timeout
     while (found := read(run_dir)).control != request.id:
         if clock() >= deadline:
@@ -123,9 +123,3 @@ def screen(status: RunStatus) -> RenderableType:
         said = f"gone: it was {status.state} {age:.0f} s ago and has said nothing since"
     notes = [Text(note, style="dim") for note in status.notes]
     return Group(Text(said, style="bold"), Text(status.summary), parts_table(status.parts), *notes)
-
-
-def _replace(path: Path, values: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(values, indent=1))
-    temporary.replace(path)

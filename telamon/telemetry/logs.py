@@ -82,16 +82,16 @@ def setup_buffer(lines: int = BUFFER_LINES, level: int = logging.INFO) -> LogBuf
 
 
 class PartLogs:
-    """The log files of a cluster's parts, `directory`/NAME.log, bounded."""
+    """The log files of a cluster's parts, `directory`/NAME.log, bounded; the directory comes with the first line."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._files: dict[str, RotatingFileHandler] = {}
 
     def write(self, name: str, lines: Iterable[str]) -> None:
         """Appends finished lines to the file of part `name`."""
         if name not in self._files:
+            self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory / f"{name}.log"
             self._files[name] = RotatingFileHandler(path, maxBytes=PART_LOG_BYTES, backupCount=1, encoding="utf-8")
         for line in lines:

@@ -29,6 +29,7 @@ from deploy import cluster, running
 from deploy import config as configs
 from deploy.cluster import Kept, Launch, Memory, PartFailed, Session
 from deploy.config import ClusterConfig, EvalConfig, ReplayConfig, ReportConfig, RunConfig
+from deploy.files import replace_text
 from deploy.shards import ShardStatus
 from learner.batches import Waited, Written
 from learner.limiter import Status as LimiterStatus
@@ -738,7 +739,7 @@ def test_workers_are_held_when_what_they_have_done_is_enough(run):
 def test_rows_that_a_worker_could_not_send_are_told(run, caplog):
     here = run(actors=2).begin()
     here.worker(1).always["close"] = Closed(Figures(), True)
-    running._replace(here.run_dir / running.CONTROL_FILE, {"id": "x", "actors": 1})
+    replace_text(here.run_dir / running.CONTROL_FILE, json.dumps({"id": "x", "actors": 1}))
     here.turns(3)
     assert "event=rows_dropped part=actor-1" in caplog.text
 
@@ -809,7 +810,7 @@ def test_what_an_evaluation_raises_ends_the_run(fake, run):
 
 
 def request(run_dir: Path, name: str, actors: int) -> None:
-    running._replace(run_dir / running.CONTROL_FILE, {"id": name, "actors": actors})
+    replace_text(run_dir / running.CONTROL_FILE, json.dumps({"id": name, "actors": actors}))
 
 
 def test_the_number_of_workers_follows_requests(run):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -15,16 +14,9 @@ from telamon.rpc.security import Endpoint
 from telamon.telemetry.logs import LogBuffer
 from tests.service import TOKEN
 from tests.telamon.rpc.test_sharded import SPEC, episode
+from tests.waiting import SECONDS, until
 
 pytestmark = pytest.mark.slow  # real servers
-PATIENCE = 60.0
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def keeper(directory, **options) -> Keeper:
@@ -47,10 +39,10 @@ def test_a_killed_server_is_back_at_its_address_with_its_rows(tmp_path):
     address = shard.open()
     first = shard.status()
     assert (first.address, first.starts) == (address, 1)
-    with Client(Endpoint(address, TOKEN), "t", SPEC, stream="w", num_envs=1, timeout=PATIENCE) as client:
+    with Client(Endpoint(address, TOKEN), "t", SPEC, stream="w", num_envs=1, timeout=SECONDS) as client:
         episode(client, 33, 1)
         os.kill(first.pid, signal.SIGKILL)
-        wait_for(lambda: shard.status().starts == 2)
+        until(lambda: shard.status().starts == 2)
         assert client.stats().rows == 33
     again = shard.status()
     assert again.address == address
