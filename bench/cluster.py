@@ -242,6 +242,7 @@ def launched(run_config: RunConfig, cluster_config: ClusterConfig) -> Iterator[S
         token = "the-token-of-a-benchmark"
         run = Launch(run_config, cluster_config, run_dir, session, spec, token)
         stack.callback(run.kill)
+        run_dir.mkdir(exist_ok=True)
         prepare(run, token)
         writer = stack.enter_context(MetricsWriter(run_dir))
         live = stack.enter_context(LiveView("bench", ENDLESS, Console(file=StringIO())))
