@@ -47,12 +47,12 @@ clean:
 # Stamps: nothing is installed again until what they depend on changes. Editable, so that edits need no new install.
 .venv/train.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	@echo 'Installing Telamon and what it trains with into .venv; this takes a minute or two, once.'
-	$(INSTALL) --editable '.[dmc,plot,video]'
+	$(INSTALL) --editable '.[dmc,plot,video,view]'
 	@touch $@
 
 .venv/test.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	@echo 'Installing Telamon and what its tests need into .venv; this takes a minute or two, once.'
-	$(INSTALL) --editable '.[dmc,gym,atari,crafter,jaxenvs,envpool,plot,video,service,cluster,dev]'
+	$(INSTALL) --editable '.[dmc,gym,atari,crafter,jaxenvs,envpool,plot,video,view,service,cluster,dev]'
 	@touch $@
 
 .venv/made.stamp:
