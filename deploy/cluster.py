@@ -7,7 +7,6 @@ What the driver does is a loop over what its parts tell: count, write down, star
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -53,7 +52,7 @@ from actors.worker import EvalSetup, EvalWorker, RolloutWorker, WorkerSetup, des
 from deploy import config as configs
 from deploy import loading, local, openloop, running, screen
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
-from deploy.files import replace_text
+from deploy.files import alone_in, replace_text
 from deploy.plan import Plan, make_plan
 from deploy.shards import ShardActor, ShardSetup
 from learner import checkpoint, limiter
@@ -74,7 +73,6 @@ remote: Any = ray.remote
 
 DRIVER_FILE = "driver.json"
 """What the driver must still know after it was killed."""
-LOCK_FILE = ".lock"
 TOKEN_FILE = "token"
 """Of mode 0600: the bearer token of the run's replay servers."""
 TARGETS_FILE = Path("prometheus") / "targets.json"
@@ -1085,24 +1083,6 @@ def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool
         if file is not None and not Path(file).is_file():
             raise FileNotFoundError(f"{name}={file} is no file")
     return cluster
-
-
-@contextmanager
-def alone_in(run_dir: Path) -> Iterator[None]:
-    """While the block runs no other driver works in the run directory, which is made if missing.
-
-    Raises ValueError where one does.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process, however it ends
-        except BlockingIOError as error:
-            raise ValueError(f"another `telamon launch` is at work in {run_dir}; end it first") from error
-        yield
-    finally:
-        os.close(handle)
 
 
 def find_spec(config: RunConfig, cluster: ClusterConfig, stopped: Callable[[], bool]) -> EnvSpec:

@@ -34,6 +34,7 @@ from actors.watchdog import watch
 from deploy import config as configs
 from deploy import openloop
 from deploy.config import RunConfig, make_agent
+from deploy.files import alone_in
 from learner import checkpoint, update
 from learner.batches import fresh_latents
 from replay_server.store import Store, table_bytes
@@ -541,6 +542,8 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
     """
     check_run_dir(config, run_dir, resume)
     with ExitStack() as stack:
+        if resume:
+            stack.enter_context(alone_in(run_dir))
         env = build_env(config, config.env.num, env_seed(config, run_dir))
         stack.callback(env.close)
         agent = make_agent(config, env.spec)
@@ -549,7 +552,7 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         replay = stack.enter_context(open_replay(config, run_dir, agent))
         if not resume:
             check_table(replay)  # likewise
-        run_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone_in(run_dir))
         configs.save(config, run_dir)
         setup_logging(run_dir)
         log.info("event=start config=%s versions=%s", json.dumps(asdict(config)), json.dumps(versions()))

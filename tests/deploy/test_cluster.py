@@ -1035,7 +1035,7 @@ def test_a_line_that_a_driver_did_not_finish_is_not_kept(tmp_path, content, whol
 
 def test_one_driver_at_a_time(tmp_path):
     with cluster.alone_in(tmp_path):
-        with pytest.raises(ValueError, match=f"another `telamon launch` is at work in {tmp_path}"):
+        with pytest.raises(ValueError, match=f"another `telamon launch` or `telamon train` is at work in {tmp_path}"):
             with cluster.alone_in(tmp_path):
                 pytest.fail("two are at work")
     with cluster.alone_in(tmp_path):  # the first has ended
