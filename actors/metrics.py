@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from actors.collector import Doing
+from telamon.telemetry import pages
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,7 @@ class WorkerMetrics(Collector):
 @contextmanager
 def serving(name: str, figures: Callable[[], Figures], host: str) -> Iterator[str]:
     """Shows the metrics of worker `name` at the URL that the block is given, on a free port of `host`."""
-    registry = CollectorRegistry()
+    registry = pages.new_registry()
     WorkerMetrics(name, figures, registry)
-    server, thread = start_http_server(0, host, registry)
-    try:
-        yield f"http://{host}:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with pages.serving(registry, host, 0, "--cluster.metrics-host") as url:
+        yield url

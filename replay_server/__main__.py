@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
-from replay_server import metrics, owners, servicer
+from replay_server import metrics, servicer
 from replay_server.config import ServerConfig
 from replay_server.folders import machine_memory
 from replay_server.table import Tables
 from telamon.allocator import keep_freed_memory
 from telamon.rpc import security, shared
+from telamon.telemetry import owners, pages
 from telamon.telemetry.logs import setup_logging
+from telamon.telemetry.owners import AddressInUse
 
 LOG = logging.getLogger("replay_server")
 
@@ -103,7 +105,7 @@ def serving(config: ServerConfig, token: str) -> Iterator[Served]:
     limit = machine_memory() if config.memory_limit is None else int(config.memory_limit * 2**30)
     tables = Tables(config.directory, memory_limit=limit, rng=np.random.default_rng())
     with ExitStack() as stack:
-        counts = metrics.Metrics(metrics.new_registry(), tables.items)
+        counts = metrics.Metrics(pages.new_registry(), tables.items)
         server = servicer.Server(tables, token, counts, config.max_calls)
         stack.callback(_close, tables, server)
         address = bind(server, config)
@@ -127,10 +129,6 @@ def _close(tables: Tables, server: servicer.Server) -> None:
         LOG.warning("event=not-closed text='some requests were not answered in time'")
 
 
-class AddressInUse(OSError):
-    """Something else listens there; the message names it if it can be seen."""
-
-
 def bind(server: servicer.Server, config: ServerConfig) -> str:
     """Listens where the config says; returns the address, with the port that was chosen.
 
@@ -149,7 +147,7 @@ def bind(server: servicer.Server, config: ServerConfig) -> str:
         raise _not_here(config.listen) from error
     finally:
         os.umask(umask)
-    return config.listen if local else f"{_bracketed(config.host)}:{port}"
+    return config.listen if local else f"{owners.bracketed(config.host)}:{port}"
 
 
 def _probe(config: ServerConfig) -> None:
@@ -187,10 +185,8 @@ def _not_here(address: str) -> OSError:
 
 
 def _in_use(address: str) -> AddressInUse:
-    found = owners.owner(owners.listeners(address) or set())
-    who = "another process" if found is None else f"process {found.pid} ({found.command})"
     free = "" if address.startswith("unix:") else ", or port 0 for a free one"
-    return AddressInUse(f"{address} is in use by {who}; stop it, or give another address{free}")
+    return owners.in_use(address, f"give --listen another address{free}")
 
 
 @contextmanager
@@ -199,18 +195,8 @@ def _metrics_page(counts: metrics.Metrics, config: ServerConfig) -> Iterator[str
     if config.metrics_port is None:
         yield None
         return
-    host = _bracketed(config.metrics_host)
-    address = f"{host}:{config.metrics_port}"
-    try:
-        page = metrics.serve(counts.registry, config.metrics_host, config.metrics_port)
-    except OSError as error:
-        raise _in_use(address) if error.errno == errno.EADDRINUSE else _not_here(address) from error
-    with page as port:
-        yield f"http://{host}:{port}/metrics"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    with pages.serving(counts.registry, config.metrics_host, config.metrics_port, "--metrics-port") as url:
+        yield url
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import threading
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from telamon.replay import Purpose, ReplayStats, TableSpec
@@ -204,27 +204,3 @@ class _TableCollector:
                     family.add_metric([name], value(table, stats))
                 yield family
         yield self._ages.collect()
-
-
-def new_registry() -> CollectorRegistry:
-    """An empty registry; the metrics of one server go into one of its own."""
-    return CollectorRegistry()
-
-
-def serve(registry: CollectorRegistry, host: str, port: int) -> AbstractContextManager[int]:
-    """Shows the metrics at http://host:port/metrics until the block of the result ends, which is given the port.
-
-    Raises OSError at once when the port (0: a free one) is taken.
-    """
-    server, thread = start_http_server(port, host, registry)
-
-    @contextmanager
-    def serving() -> Iterator[int]:
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-    return serving()

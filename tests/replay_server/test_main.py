@@ -17,11 +17,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from replay_server import owners
-from replay_server.__main__ import FAILED, USAGE, AddressInUse, main
+from replay_server.__main__ import FAILED, USAGE, main
 from telamon.rpc import security
 from telamon.rpc.security import Endpoint
 from telamon.rpc.v1 import replay_pb2
+from telamon.telemetry import owners
+from telamon.telemetry.owners import AddressInUse
 from tests.replay_server.plain import Plain, check_windows
 from tests.service import TOKEN, Process, make_certificate, serve, serve_open, spawn
 from tests.waiting import SECONDS, until
@@ -215,6 +216,7 @@ def test_metrics_port_in_use_names_its_owner(tmp_path, capsys):
         code, said = refusal(capsys, "--directory", tmp_path, "--metrics-port", port)
     assert code == USAGE
     assert f"127.0.0.1:{port} is in use by process {os.getpid()} (" in said
+    assert said.endswith("); stop it, or give --metrics-port another port, or 0 for a free one")
 
 
 def test_an_owner_that_cannot_be_seen(tmp_path, capsys, monkeypatch):
@@ -222,7 +224,8 @@ def test_an_owner_that_cannot_be_seen(tmp_path, capsys, monkeypatch):
     with serve(tmp_path / "first") as endpoint:
         code, said = refusal(capsys, "--directory", tmp_path / "second", "--listen", endpoint.address)
     assert code == USAGE
-    assert f"{endpoint.address} is in use by another process" in said
+    way_out = "stop it, or give --listen another address, or port 0 for a free one"
+    assert f"{endpoint.address} is in use by another user's process; {way_out}" in said
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
-import urllib.request
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from replay_server import metrics
 from replay_server.config import ServerConfig
 from telamon.data import ArraySpec, RowSpec, WindowSpec
 from telamon.replay import ReplayStats, TableSpec
-from tests.waiting import SECONDS
 
 SPEC = TableSpec(
     RowSpec((("vector", ArraySpec((4,))),), ArraySpec((2,))), WindowSpec(length=4), capacity=100, max_envs=2
@@ -134,18 +131,6 @@ def test_what_only_counts():
     assert page.value("credit_wait_seconds_total", table="main") == 0.25
     assert page.value("refused_rows_total", table="main", reason="OUT_OF_RANGE") == 16
     assert page.value("unauthenticated_calls_total") == 1
-
-
-def test_page_over_http():
-    page = Page(main=FakeTable())
-    with metrics.serve(page.registry, "127.0.0.1", 0) as port:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SECONDS) as answer:
-            text = answer.read().decode()
-        with pytest.raises(OSError, match="in use"), metrics.serve(page.registry, "127.0.0.1", port):
-            pass
-    assert 'telamon_replay_held_rows{table="main"} 200.0' in text
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_the_operators_page_lists_every_metric_and_option():

@@ -22,6 +22,22 @@ class Owner(NamedTuple):
     command: str
 
 
+class AddressInUse(OSError):
+    """Something else listens there; the message names it if it can be seen."""
+
+
+def in_use(address: str, instead: str) -> AddressInUse:
+    """The error for an address that is taken. instead: what to do where its owner is to stay."""
+    found = owner(listeners(address) or set())
+    who = "another user's process" if found is None else f"process {found.pid} ({found.command})"
+    return AddressInUse(f"{address} is in use by {who}; stop it, or {instead}")
+
+
+def bracketed(host: str) -> str:
+    """The host as an address has it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def listeners(address: str, proc: Path = PROC) -> set[str] | None:
     """Inodes of the sockets that listen at `host:port` (whatever the host) or `unix:/path`; None: nobody knows."""
     try:
