@@ -240,6 +240,9 @@ class ClusterConfig:
     """PEM file of its private key."""
     root_certificate: str | None = None
     """PEM file of what the certificate descends from."""
+    metrics_port: int = 0
+    """Of the page of this command's own metrics, and of /targets beside it, the list of all pages that Prometheus can
+    discover by HTTP; 0: a free port."""
     insecure: bool = False
     """Let replay servers on several nodes serve without TLS: rows and token can be read on the way."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -247,7 +250,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         low = {"actors": 1, "replay_shards": 1, "learners": 1, "restarts": 0, "actor_cpus": 0, "actor_gpus": 0,
                "actor_tpus": 0, "learner_cpus": 0, "learner_gpus": 0, "learner_tpus": 0, "publish_seconds": 0,
-               "mesh.fsdp": 1}  # fmt: skip
+               "metrics_port": 0, "mesh.fsdp": 1}  # fmt: skip
         values = flatten(asdict(self))
         for key, bound in low.items():
             if not values[key] >= bound:
