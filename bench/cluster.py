@@ -380,7 +380,8 @@ def learning(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         agent, table = run.agent, run.plan.table
         newest = run.memory.version
     updates, rows = look["learner_updates_total"], look["replay_appended_rows_total"]
-    waited = {kind: look.values["learner_wait_seconds_total", kind] for kind in ("rows", "batch")}
+    waited = {doing: look.values["learner_seconds_total", doing] for doing in ("rows", "batch", "write_back")}
+    snapshots = look["learner_snapshot_version"]
     windows, context = updates * agent.batch_size, agent.window_spec.context
     latents = sum(array.nbytes for _, array in table.row.latents)
     trained = agent.batch_size * (agent.window_spec.length - context)
@@ -392,8 +393,8 @@ def learning(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "rows_wait_share": round(waited["rows"] / look.seconds, 3),
         "rows_per_second": round(rows / look.seconds, 1), "asked_ratio": run.plan.limiter.ratio,
         "ratio_of_the_time": round(updates * trained / max(1, rows), 2),
-        "publishes_per_second": round(look["learner_publish_seconds_count"] / look.seconds, 2),
-        "put_ms": round(1e3 * look["learner_publish_seconds_sum"] / max(1, look["learner_publish_seconds_count"]), 2),
+        "publishes_per_second": round(snapshots / look.seconds, 2),
+        "put_ms": round(1e3 * look.values["learner_beside_seconds_total", "publish"] / max(1, snapshots), 2),
         "ack_ms": [round(1e3 * s, 1) for s in published.ack_seconds],
         "use_ms": [[round(1e3 * s, 1) for s in pair] for pair in delays], "lag": lag, "version": newest,
         "skipped_pushes": look["learner_skipped_pushes_total"],
@@ -403,7 +404,7 @@ def learning(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "write_back_bytes": trained * (latents + 12) if latents else 0, "snapshot_bytes": published.snapshot_bytes,
         "written_rows_per_update": round(look.values["learner_write_back_rows_total", "written"] / max(1, updates), 1),
         "write_back_wait_ms_per_update": round(
-            1e3 * look["learner_write_back_wait_seconds_total"] / max(1, updates), 3),
+            1e3 * waited["write_back"] / max(1, updates), 3),
         "cpu_ms_per_update": {role: round(1e3 * s / max(1, updates), 2) for role, s in look.cpu.items()},
         "cpu_ms_per_second": {role: round(1e3 * s / look.seconds, 1) for role, s in look.cpu.items()},
         "limited": loop.limiter.waits.side, "after_seconds": session.marks,

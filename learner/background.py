@@ -6,12 +6,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 """How often what waits looks whether it is to end."""
+
+
+@dataclass
+class Beside:
+    """Seconds that the threads beside a loop have spent on what has ended. Each is added to by one thread alone."""
+
+    sample: float = 0.0
+    """Asking for windows, waiting for shards included."""
+    copy: float = 0.0
+    """Handing windows to the devices; what a device then copies by itself is not waited for."""
+    write_back: float = 0.0
+    """Fetching latents from the devices and sending them."""
+    publish: float = 0.0
+    """Fetching snapshots from the devices and handing them on."""
 
 
 class Background:
@@ -61,18 +76,14 @@ class Outbox(Generic[T]):
         self._changed = threading.Condition()
         self._items: deque[T] = deque()
         self._busy = False
-        self.waited = 0.0
-        """Seconds that `put` has waited for room."""
         self._thread = Background(self._work, name)
 
     def put(self, item: T) -> None:
         """Waits while there is no room. Raises what `handle` has raised."""
         with self._changed:
-            began = self._clock()
             while len(self._items) >= self._depth:
                 self.check()
                 self._changed.wait(POLL_SECONDS)
-            self.waited += self._clock() - began
             self._items.append(item)
             self._changed.notify_all()
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from learner import limiter
-from learner.background import POLL_SECONDS, Background, Outbox
+from learner.background import POLL_SECONDS, Background, Beside, Outbox
 from learner.update import Outcome
 from telamon.data import Window, WriteBack
 from telamon.replay import Replay
@@ -31,18 +31,9 @@ WRITE_BACKS = 4
 """Updates whose latents may wait for being sent."""
 
 
-@dataclass
-class Waited:
-    """Seconds that a loop without a batch has waited."""
-
-    rows: float = 0.0
-    """For admission, or for rows to sample; what was then left to do to make the batch is counted with it."""
-    batch: float = 0.0
-    """For the sampling and placing of what might be sampled at once."""
-
-
 Lack = Literal["rows", "batch"]
-"""What a loop without a batch waits for now."""
+"""What a loop without a batch waits for. `rows`: for admission, or for rows to sample; what was then left to do to make
+the batch is counted with it. `batch`: for the sampling and placing of what might be sampled at once."""
 
 
 class Origin(NamedTuple):
@@ -112,8 +103,8 @@ class Batches:
 
     sample: windows on the host; raises LookupError while there are none and TimeoutError while no shard answers, and is
     asked again, under the same admission. admit: waits so many seconds until one more update may be made; whether it
-    may. place: puts windows on the devices. waited: how long `get` has waited, which this adds to. clock: seconds,
-    monotonic.
+    may. place: puts windows on the devices. waits: told what `get` waits for, each time it begins to. beside: what the
+    thread spends, which this adds to. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -121,7 +112,8 @@ class Batches:
         sample: Callable[[], Window],
         admit: Callable[[float], bool],
         place: Callable[[Window], Window],
-        waited: Waited,
+        waits: Callable[[Lack], None],
+        beside: Beside,
         depth: int = DEPTH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -131,7 +123,7 @@ class Batches:
         self._ready: deque[Batch] = deque()
         self._lack: Lack = "rows"
         self._admitted = self._taken = 0
-        self._waited = waited
+        self._waits, self._beside = waits, beside
         self._thread = Background(self._fill, "batches")
 
     def get(self, timeout: float) -> Batch | None:
@@ -140,11 +132,11 @@ class Batches:
             deadline = self._clock() + timeout
             while not self._ready:
                 self._thread.check()
-                began, lack = self._clock(), self._lack
-                if began >= deadline:
+                left = deadline - self._clock()
+                if left <= 0:
                     return None
-                self._changed.wait(deadline - began)
-                setattr(self._waited, lack, getattr(self._waited, lack) + self._clock() - began)
+                self._waits(self._lack)
+                self._changed.wait(left)
             self._taken += 1
             self._changed.notify_all()
             return self._ready.popleft()
@@ -191,7 +183,7 @@ class Batches:
             self._admitted += 1
         while not stop.is_set():
             try:
-                window = self._sample()
+                window = self._sampled()
             except LookupError as error:
                 if isinstance(error, (IndexError, KeyError)):
                     raise  # a mistake, not an empty table
@@ -201,8 +193,18 @@ class Batches:
                 self._lacking("rows")
                 log.warning("event=no_windows error=%s", error)
             else:
-                return Batch(self._place(window), origin(window))
+                began = self._clock()
+                batch = Batch(self._place(window), origin(window))
+                self._beside.copy += self._clock() - began
+                return batch
         return None
+
+    def _sampled(self) -> Window:
+        began = self._clock()
+        try:
+            return self._sample()
+        finally:
+            self._beside.sample += self._clock() - began
 
     def _lacking(self, lack: Lack) -> None:
         with self._changed:
@@ -227,7 +229,7 @@ class WriteBacks:
     """Fetches the latents of updates from the devices and sends them to their rows, in a thread.
 
     context: rows of a window that have none. local: this process's part of an array on the devices.
-    written: what became of them, which this adds to.
+    written: what became of them, and beside: what the thread spends, which this adds to. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -236,15 +238,12 @@ class WriteBacks:
         context: int,
         local: Callable[[Any], Any],
         written: Written,
+        beside: Beside,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._context, self._local, self._written = source, context, local, written
+        self._source, self._context, self._local = source, context, local
+        self._written, self._beside, self._clock = written, beside, clock
         self._outbox: Outbox[tuple[Origin, Outcome]] = Outbox(self._send, WRITE_BACKS, "write-backs", clock)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that `put` has waited for room."""
-        return self._outbox.waited
 
     def put(self, origin: Origin, outcome: Outcome) -> None:
         """Waits while there is no room. Raises what sending raised."""
@@ -268,6 +267,7 @@ class WriteBacks:
         if int(outcome.streak) > 0:
             self._written.skipped += 1
             return
+        began = self._clock()
         update = fresh_latents(origin, self._context, self._local(outcome.write_back))
         before = self._source.dropped_rows()
         try:
@@ -278,3 +278,4 @@ class WriteBacks:
         self._written.written += written
         self._written.dropped += dropped
         self._written.stale += update.row.size - written - dropped
+        self._beside.write_back += self._clock() - began

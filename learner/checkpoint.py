@@ -15,8 +15,9 @@ import logging
 import os
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,16 @@ class Checkpoint(NamedTuple):
     """The pytree that was saved."""
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
+
+
+class Saved(NamedTuple):
+    """What a `Saver` has written."""
+
+    checkpoints: int = 0
+    seconds: float = 0.0
+    """From the wish to the whole checkpoint, of all."""
+    newest: float | None = None
+    """When the newest became whole, by the saver's clock; None before the first."""
 
 
 def save(directory: Path, name: str, state: Any, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
@@ -79,9 +90,12 @@ class Saver:
     """Writes checkpoints, one at a time, while training goes on.
 
     Not for several threads. In each process of a learner there is one, and all save the same checkpoints in one order.
+    clock: seconds, monotonic. `saved`: up to now; another thread may look at it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.saved = Saved()
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
         self._copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -100,7 +114,17 @@ class Saver:
         for a device either, and `state` may be donated at once. Raises what went wrong with the one before.
         """
         self.wait()
-        self._pending = self._writer.submit(save, directory, name, self._copied(state), dict(arrays), dict(meta))
+        began = self._clock()
+        self._pending = self._writer.submit(
+            self._write, began, directory, name, self._copied(state), dict(arrays), dict(meta)
+        )
+
+    def _write(self, began: float, *what: Any) -> Path:
+        path = save(*what)
+        count, seconds, _ = self.saved
+        ended = self._clock()
+        self.saved = Saved(count + 1, seconds + ended - began, ended)
+        return path
 
     def wait(self) -> None:
         """Until everything is written: in the first process, which comes last. Raises what went wrong, once."""

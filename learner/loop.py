@@ -18,18 +18,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from learner import checkpoint, limiter, mesh, update
-from learner.background import POLL_SECONDS, Outbox
-from learner.batches import Batch, Batches, Source, Waited, WriteBacks, Written
+from learner.background import POLL_SECONDS, Beside, Outbox
+from learner.batches import Batch, Batches, Source, WriteBacks, Written
+from learner.checkpoint import Saved
+from learner.compilations import Compilations, Compiled
 from learner.group import SOLO, Group
 from learner.limiter import Totals
 from learner.update import LearnerState, Outcome
@@ -37,6 +39,7 @@ from telamon.agents.base import Agent, PyTree, Report
 from telamon.data import Counters, LimiterConfig, RowSpec, Window, WindowSpec, as_dtype, from_columns
 from telamon.keys import Stream, stream
 from telamon.replay import TableSpec
+from telamon.telemetry.stopwatch import Stopwatch
 
 if TYPE_CHECKING:  # which needs gRPC, that a loop over an embedded replay does not
     from telamon.rpc.security import Endpoint
@@ -53,6 +56,10 @@ DRAIN_SECONDS = 30.0
 
 Stage = Literal["starting", "restoring", "compiling", "waiting for rows", "training", "saving", "finished"]
 """What a learner does."""
+Doing = Literal["rows", "batch", "compute", "write_back", "publish", "checkpoint", "report", "other"]
+"""What the loop's time goes to: waiting for rows, or for a batch while there are rows (`batches.Lack`), the updates
+themselves, waiting until latents can be sent, taking snapshots, beginning checkpoints and removing old ones, reports.
+`other`: the start and its compiling, choosing, waiting for the other processes of a learner."""
 End = Literal["finished", "stopped"]
 """Why a loop ended: no more rows will come and all updates were made, or it was told to."""
 Connect = Callable[["Sequence[Endpoint]", Totals], AbstractContextManager[Source]]
@@ -114,29 +121,39 @@ class LoopStatus:
     """How a loop stands."""
 
     stage: Stage
-    counters: Counters
+    counters: Counters = field(default_factory=Counters)
     """rows: as the limiter saw them; transitions and episodes: as `Loop.count` was told."""
-    version: int
+    version: int = 0
     """Of the last snapshot; below the first one where there was none."""
-    snapshots: int
+    snapshots: int = 0
     """Taken by this process."""
-    checkpoint: str | None
+    checkpoint: str | None = None
     """The newest: read, or written since."""
-    metrics: Mapping[str, float]
-    """Of the newest update that has ended."""
-    waited: Waited
-    batch_wait_ratio: float
+    saved: Saved = field(default_factory=Saved)
+    """By this process."""
+    checkpoint_age: float = 0.0
+    """Seconds since the newest that this process has written became whole, or since the loop was made."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest update that has ended; NaN or infinite as they were where it was skipped."""
+    seconds: Mapping[Doing, float] = field(default_factory=dict)
+    """What the time since the loop was made went to; they add up to it."""
+    beside: Beside | None = None
+    """None where no threads help."""
+    batch_wait_ratio: float = 0.0
     """Share of the time waiting for batches, of the time in which there were rows to train on."""
-    update_seconds: float
+    updates: int = 0
+    """Made by this process, those skipped included."""
+    skipped: int = 0
+    """Of these."""
+    trained_rows: int = 0
+    """Of these."""
+    update_seconds: float = 0.0
     """Total time of the turns with an update: the device's work, as the loop waits for the update before."""
-    updates: int
-    """Made by this process."""
-    checkpoints: int
-    checkpoint_seconds: float
-    """Total time for which checkpoints held the loop up."""
-    written: Written
-    write_back_wait_seconds: float
-    limiter: limiter.Status | None
+    written: Written = field(default_factory=Written)
+    compiled: Compiled = field(default_factory=Compiled)
+    devices: int = 0
+    """Of all processes; 0 before they are known."""
+    limiter: limiter.Status | None = None
     """None without shards."""
 
 
@@ -171,8 +188,12 @@ class Loop:
     ) -> None:
         self._setup, self._connect, self._join, self._clock = setup, connect, join, clock
         self._directory = setup.run_dir / "checkpoints"
-        self._publisher: Outbox[tuple[int, PyTree]] = Outbox(lambda item: publish(*item), 1, "publish", clock)
-        self._saver = checkpoint.Saver()
+        self._publish = publish
+        self._publisher: Outbox[tuple[int, PyTree]] = Outbox(self._publish_item, 1, "publish", clock)
+        self._saver = checkpoint.Saver(clock)
+        self._compilations = Compilations()
+        self._watch: Stopwatch[Doing] = Stopwatch(get_args(Doing), "other", clock)
+        self._beside = Beside()
         self._turns: Mapping[str, Callable[[str], None]] = {
             "update": self._update_turn,
             "publish": lambda _: self._publish_turn(),
@@ -195,7 +216,7 @@ class Loop:
 
         # what is trained, and what has been done
         self._state: LearnerState
-        self._updates = self._skipped = 0
+        self._updates = self._skipped = self._skipped_before = 0
         self._totals = Totals()
         """Of the run up to the present source."""
         self._version = setup.first_version - 1
@@ -232,15 +253,16 @@ class Loop:
 
         # what others see
         self._stage: Stage = "starting"
-        self._waited, self._written = Waited(), Written()
+        self._written = Written()
+        self._made_at = clock()
         self._began: float | None = None
         """When there was a first batch."""
         self._fed = 0.0
         """When there was a batch last, or the wish to finish was heard."""
         self._settled = False
         """Whether that wish was heard, and the limiter has counted the last rows."""
-        self._made = self._snapshots = self._checkpoints = 0
-        self._update_seconds = self._checkpoint_seconds = self._write_back_waits = 0.0
+        self._made = self._snapshots = 0
+        self._update_seconds = 0.0
 
     # what others ask for, from their threads
 
@@ -280,25 +302,33 @@ class Loop:
         """How the loop stands; waits for no update that is going on."""
         looked = self._looked
         metrics = {} if looked is None else {k: float(v) for k, v in looked.metrics.items()}
-        waited = replace(self._waited)
-        fed = 0.0 if self._began is None else self._clock() - self._began - waited.rows
+        seconds, now, saved, counters = self._watch.seconds, self._clock(), self._saver.saved, self._counted()
+        fed = 0.0 if self._began is None else now - self._began - seconds["rows"]
         return LoopStatus(
             stage=self._stage,
-            counters=self._counted(),
+            counters=counters,
             version=self._version,
             snapshots=self._snapshots,
             checkpoint=self._whole,
+            saved=saved,
+            checkpoint_age=now - (self._made_at if saved.newest is None else saved.newest),
             metrics=metrics,
-            waited=waited,
-            batch_wait_ratio=waited.batch / fed if fed > 0 else 0.0,
-            update_seconds=self._update_seconds,
+            seconds=seconds,
+            beside=replace(self._beside),
+            batch_wait_ratio=seconds["batch"] / fed if fed > 0 else 0.0,
             updates=self._made,
-            checkpoints=self._checkpoints,
-            checkpoint_seconds=self._checkpoint_seconds,
+            skipped=self._skipped - self._skipped_before,
+            trained_rows=self._made * self._setup.limiter.rows_per_update,
+            update_seconds=self._update_seconds,
             written=replace(self._written),
-            write_back_wait_seconds=self._write_back_waits,
+            compiled=self._compilations.figures,
+            devices=len(self.devices),
             limiter=self.limiter_status(),
         )
+
+    def device_bytes(self) -> Mapping[str, Mapping[mesh.Held, int]]:
+        """As `mesh.device_bytes`; of no device before they are known: asking for them would begin to use JAX."""
+        return mesh.device_bytes() if self.devices else {}
 
     def limiter_status(self) -> limiter.Status | None:
         """How the limiter stands; None without shards."""
@@ -312,20 +342,23 @@ class Loop:
 
         Raises NonFiniteUpdate, ValueError where no checkpoint is whole, and what a shard, the actors or the disk raise.
         """
-        try:
-            self._build()
-            self._restore()
-            if self._updates or not self._agent.acts_at_random:
-                self._publish_turn()  # so that actors begin while this process compiles
-            self._open()
-            self._compile()
-            while True:
-                kind, _, argument = self._order().partition(" ")
-                if kind == "end":
-                    return self._end(argument)
-                self._turns[kind](argument)
-        finally:
-            self._close()
+        with self._compilations.counted(warm=lambda: self._stage == "training"):
+            try:
+                self._build()
+                self._restore()
+                if self._updates or not self._agent.acts_at_random:
+                    self._publish_turn()  # so that actors begin while this process compiles
+                self._watch.now("other")
+                self._open()
+                self._compile()
+                while True:
+                    kind, _, argument = self._order().partition(" ")
+                    if kind == "end":
+                        return self._end(argument)
+                    self._turns[kind](argument)
+                    self._watch.now("other")
+            finally:
+                self._close()
 
     def _build(self) -> None:
         """Meets the other processes, makes what follows from the setup. Raises ValueError for what cannot be split."""
@@ -350,7 +383,8 @@ class Loop:
                 continue
             counters, self._state = found.meta["counters"], found.state
             self._checkpoint = self._whole = name
-            self._updates, self._skipped = counters["updates"], counters["skipped"]
+            self._updates = counters["updates"]
+            self._skipped = self._skipped_before = counters["skipped"]
             self._told = counters["transitions"], counters["episodes"]
             self._totals = Totals(**found.meta["limiter"])
             self._version = max(self._version, found.meta["version"])
@@ -405,9 +439,11 @@ class Loop:
                 self._stopping.wait(POLL_SECONDS)
                 continue
             sample = partial(source.replay.sample, self._slice)
-            self._batches = Batches(sample, source.gate.wait_to_train, self._place, self._waited, clock=self._clock)
+            self._batches = Batches(
+                sample, source.gate.wait_to_train, self._place, self._watch.now, self._beside, clock=self._clock
+            )
             context = self._agent.window_spec.context
-            self._write_backs = WriteBacks(source, context, mesh.local, self._written, self._clock)
+            self._write_backs = WriteBacks(source, context, mesh.local, self._written, self._beside, self._clock)
             self._session, self._source = session, source
             return
 
@@ -422,7 +458,6 @@ class Loop:
         self._session.close()
         self._batches.end()
         self._write_backs.end()
-        self._write_back_waits += self._write_backs.waited
 
     def _close(self) -> None:
         """Ends all threads. Reports that were asked for fail."""
@@ -448,10 +483,11 @@ class Loop:
             self._open()
         if self._batch is None and self._source is not None:
             self._batch = self._batches.get(POLL_SECONDS)
+            self._watch.now("other")
             if self._batch is not None:
                 self._fed = self._clock()
                 if self._began is None:
-                    self._began = self._fed - self._waited.rows
+                    self._began = self._fed - self._watch.seconds["rows"]
         self._stage = "waiting for rows" if self._batch is None else "training"
         self._turn += 1
         return self._group.order(self._turn, self._batch is not None, self._decide, TURN_SECONDS)
@@ -534,9 +570,11 @@ class Loop:
         assert batch is not None
         assert source is not None
         began = self._clock()
+        self._watch.now("compute")
         index = np.uint32(self._updates)
         self._state, outcome = self._update(self._state, batch.window, self._key, index)
         source.gate.trained()
+        self._watch.now("write_back")
         self._write_backs.put(batch.origin, outcome)
         self._look()
         self._pending = outcome._replace(write_back=None)
@@ -546,6 +584,7 @@ class Loop:
 
     def _look(self) -> None:
         """Waits for the newest update that was not looked at. Raises NonFiniteUpdate."""
+        self._watch.now("compute")
         outcome, self._pending = self._pending, None
         if outcome is None:
             return
@@ -557,6 +596,7 @@ class Loop:
 
     def _publish_turn(self) -> None:
         """Takes a snapshot, which the leading process hands on."""
+        self._watch.now("publish")
         params = self._snapshot(self._state)
         self._version += 1
         self._snapshots += 1
@@ -564,11 +604,17 @@ class Loop:
         if self._group.rank == 0:
             self._publisher.put((self._version, params))
 
+    def _publish_item(self, item: tuple[int, PyTree]) -> None:
+        """In the publisher's thread."""
+        began = self._clock()
+        self._publish(*item)
+        self._beside.publish += self._clock() - began
+
     def _save_turn(self, name: str) -> None:
         """Begins to write a checkpoint; it is written while updates go on."""
         self._stage = "saving"
-        began = self._clock()
         self._look()
+        self._watch.now("checkpoint")
         looked = {} if self._looked is None else self._looked.metrics
         arrays = {f"metrics/{k}": np.asarray(v) for k, v in looked.items()}
         meta = {
@@ -579,14 +625,13 @@ class Loop:
         }
         self._saver.save(self._directory, name, self._state, arrays, meta)
         self._checkpoint, self._saved = name, self._env_steps()
-        self._checkpoints += 1
-        self._checkpoint_seconds += self._clock() - began
 
     def _keep(self) -> None:
         """Once the last checkpoint is whole: removes all but the newest `checkpoint_keep`. Raises what went wrong."""
         self._saver.wait()
         if self._whole == self._checkpoint or self._checkpoint is None:
             return
+        self._watch.now("checkpoint")
         self._whole = self._checkpoint
         log.info("event=checkpoint name=%s", self._whole)
         if self._group.rank == 0:
@@ -599,6 +644,7 @@ class Loop:
     def _report_turn(self, index: str) -> None:
         """A look at the agent by the windows of the next update."""
         assert self._batch is not None
+        self._watch.now("report")
         found = self._report(self._state, self._batch.window, stream(self._setup.seed, Stream.REPORT, int(index)))
         if self._group.rank == 0:
             with self._lock:
@@ -618,10 +664,14 @@ class Loop:
             self._publish_turn()
         if name != self._checkpoint:
             self._save_turn(name)
+        self._watch.now("checkpoint")
         self._keep()
         if self._source is not None:
+            self._watch.now("write_back")
             self._write_backs.drain(DRAIN_SECONDS)
+        self._watch.now("publish")
         self._publisher.drain(DRAIN_SECONDS)
+        self._watch.now("other")
         log.info("event=stop reason=%s updates=%d version=%d", reason, self._updates, self._version)
         return Finished(
             "stopped" if reason == "stopped" else "finished", self._counted(), self._version, self._checkpoint

@@ -10,9 +10,10 @@ array of the train state, optimiser included.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,6 +26,13 @@ AXES = ("data", "fsdp")
 SHARDED_BYTES = 2**16
 """Smaller arrays are not worth an exchange of their own: every device holds them. Of the published sizes, TD-MPC2 5 and
 317 and DreamerV3 12m and 200m, they are less than 1 %."""
+
+
+Held = Literal["live", "in_use", "limit"]
+"""Bytes of a device: of this process's arrays, of all that it holds, the most that it may hold."""
+
+TOLD: Mapping[Held, str] = {"in_use": "bytes_in_use", "limit": "bytes_limit"}
+"""Where `Device.memory_stats` has it."""
 
 
 def make_mesh(devices: Sequence[jax.Device], fsdp: int = 1) -> Mesh:
@@ -47,6 +55,24 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
             f"agent.batch_size={batch_size} cannot be split evenly over {mesh.size} devices; "
             f"the nearest sizes that can are {nearest}"
         )
+
+
+def device_bytes() -> dict[str, dict[Held, int]]:
+    """What each of this process's devices holds, by its name; what a device does not tell is left out.
+
+    Waits for no device. Its cost grows with the count of arrays: about a millisecond for a thousand of them.
+    """
+    live: Counter[Any] = Counter()
+    for array in jax.live_arrays():
+        size = array.dtype.itemsize * math.prod(array.sharding.shard_shape(array.shape))
+        for device in array.sharding.addressable_devices:
+            live[device] += size
+    found: dict[str, dict[Held, int]] = {}
+    for device in jax.local_devices():
+        told: Mapping[str, int] = device.memory_stats() or {}  # None on CPU
+        held = found[str(device)] = {"live": live[device]}
+        held.update({kind: told[key] for kind, key in TOLD.items() if key in told})
+    return found
 
 
 # shardings

@@ -1,69 +1,81 @@
-"""What an operator sees of the learner, read when somebody looks."""
+"""What an operator sees of the learner, read when somebody looks. docs/metrics.md lists every name.
+
+Counters count what this process has done: they begin at 0 with it, which is how `rate` knows that it is another one. A
+run that goes on from its checkpoint goes back a little, which it would take for a beginning at 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, get_args
 
-from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from learner import limiter
+from learner.limiter import Side
+from learner.loop import Doing, Loop, LoopStatus, Stage
+from learner.mesh import Held
+from telamon.data import LimiterConfig
+from telamon.telemetry import pages
 
-if TYPE_CHECKING:  # which need Ray, that whoever looks at a limiter alone does not
-    from learner.loop import LoopStatus
+if TYPE_CHECKING:  # which needs Ray, that a learner without a cluster does not
     from learner.publish import Published
+
+Values = Mapping[str, float] | Mapping[Doing, float]
+"""By the value of a label."""
 
 
 class LimiterMetrics(Collector):
     """The rate limiter: which side waits and for how long, the ratio, the band, the shards' credit.
 
-    status: how the limiter stands; None while there is none. registry: where these metrics are registered.
+    status: how the limiter stands; None while there is none. config: its own. registry: where these metrics are
+    registered.
     """
 
-    def __init__(self, status: Callable[[], limiter.Status | None], band: int, registry: CollectorRegistry) -> None:
-        self._status, self._band = status, band
+    def __init__(
+        self, status: Callable[[], limiter.Status | None], config: LimiterConfig, registry: CollectorRegistry
+    ) -> None:
+        self._status, self._config = status, config
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
         return []  # or registering would ask for the status already
 
     def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "telamon_learner_asked_replayed_rows_per_inserted_row", "The train ratio that is asked for.",
+            value=self._config.ratio,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "telamon_learner_limiter_band_rows", "Bound of the lead, either side.", value=self._config.band
+        )
         status = self._status()
         if status is None:
             return
-        waits = CounterMetricFamily(
-            "telamon_learner_limiter_wait_seconds",
-            "Time in which the learner waited for rows, or a shard's writers for credit.", labels=["side"],
+        yield _by(
+            CounterMetricFamily, "limiter_wait_seconds",
+            "Time in which the learner waited for rows, or a shard's writers for credit.", "side",
+            {"learner": status.waits.learner, "writers": status.waits.writers},
         )  # fmt: skip
-        waits.add_metric(["learner"], status.waits.learner)
-        waits.add_metric(["writers"], status.waits.writers)
-        yield waits
-        waiting = GaugeMetricFamily("telamon_learner_limiter_waiting", "Which side waits now: 1.", labels=["side"])
-        for side in ("learner", "writers", "none"):
-            waiting.add_metric([side], status.waits.side == side)
-        yield waiting
-        replayed = GaugeMetricFamily(
-            "telamon_learner_replayed_rows_per_inserted_row", "The train ratio that was kept.", labels=["over"]
-        )
-        replayed.add_metric(["run"], status.run_ratio)
-        replayed.add_metric(["minute"], status.recent_ratio)
-        yield replayed
+        yield _by(
+            GaugeMetricFamily, "limiter_waiting", "1 for the side that waits now, or for none.", "side",
+            {side: side == status.waits.side for side in get_args(Side)},
+        )  # fmt: skip
+        yield _by(
+            GaugeMetricFamily, "replayed_rows_per_inserted_row",
+            "The train ratio that was kept, over the whole run and over the last minute; NaN before any rows.", "over",
+            {"run": status.run_ratio, "minute": status.recent_ratio},
+        )  # fmt: skip
         yield GaugeMetricFamily(
             "telamon_learner_limiter_lead_rows",
             "Inserted rows that the learner is ahead of the train ratio; negative: behind.", value=status.lead,
         )  # fmt: skip
-        yield GaugeMetricFamily(
-            "telamon_learner_limiter_band_rows", "Bound of the lead, either side.", value=self._band
+        yield _by(
+            GaugeMetricFamily, "limiter_credit_rows", "Rows that a shard may still take.", "shard", status.headroom
         )
-        room = GaugeMetricFamily(
-            "telamon_learner_limiter_credit_rows", "Rows that a shard may still take.", labels=["shard"]
-        )
-        for name, rows in status.headroom.items():
-            room.add_metric([name], rows)
-        yield room
         yield CounterMetricFamily(
             "telamon_learner_limiter_rebases", "Shards that came back after they had dropped out.",
             value=status.rebases,
@@ -71,93 +83,141 @@ class LimiterMetrics(Collector):
 
 
 class LearnerMetrics(Collector):
-    """The loop and what stands beside it.
+    """A learner's loop, its devices and what stands beside it.
 
-    loop, published: how they stand. registry: where these metrics are registered.
+    loop: how it stands. device_bytes: what the devices hold, as `mesh.device_bytes`. published: how snapshots reach the
+    actors; None where there are none. All three are asked at each look. registry: where these metrics are registered.
     """
 
     def __init__(
-        self, loop: Callable[[], LoopStatus], published: Callable[[], Published], registry: CollectorRegistry
+        self,
+        loop: Callable[[], LoopStatus],
+        device_bytes: Callable[[], Mapping[str, Mapping[Held, int]]],
+        published: Callable[[], Published] | None,
+        registry: CollectorRegistry,
     ) -> None:
-        self._loop, self._published = loop, published
+        self._loop, self._device_bytes, self._published = loop, device_bytes, published
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
         return []  # or registering would ask for the status already
 
     def collect(self) -> Iterable[Metric]:
-        loop, published = self._loop(), self._published()
+        loop = self._loop()
         for name, (text, count) in _COUNTERS.items():
-            yield CounterMetricFamily(f"telamon_learner_{name}", text, value=count(loop, published))
+            yield CounterMetricFamily(f"telamon_learner_{name}", text, value=count(loop))
         for name, (text, level) in _GAUGES.items():
-            yield GaugeMetricFamily(f"telamon_learner_{name}", text, value=level(loop, published))
+            yield GaugeMetricFamily(f"telamon_learner_{name}", text, value=level(loop))
         for name, (text, number, seconds) in _SECONDS.items():
-            yield SummaryMetricFamily(
-                f"telamon_learner_{name}_seconds", text, number(loop, published), seconds(loop, published)
-            )
-        waited = CounterMetricFamily(
-            "telamon_learner_wait_seconds",
-            "Time without a batch: for rows, or for the making of a batch while there were rows.", labels=["for"],
+            yield SummaryMetricFamily(f"telamon_learner_{name}_seconds", text, number(loop), seconds(loop))
+        for name, (text, label, counts) in _COUNTERS_BY.items():
+            yield _by(CounterMetricFamily, name, text, label, counts(loop))
+        for name, (text, label, levels) in _GAUGES_BY.items():
+            yield _by(GaugeMetricFamily, name, text, label, levels(loop))
+        yield self._devices()
+        if self._published is not None:
+            yield from self._snapshots(loop, self._published())
+
+    def _devices(self) -> Metric:
+        family = GaugeMetricFamily(
+            "telamon_learner_device_bytes",
+            "Of this process's devices. live: of its arrays; in_use, limit: of all, where the device tells.",
+            labels=["device", "kind"],
         )  # fmt: skip
-        waited.add_metric(["rows"], loop.waited.rows)
-        waited.add_metric(["batch"], loop.waited.batch)
-        yield waited
-        rows = CounterMetricFamily("telamon_learner_write_back_rows", "Rows of write-backs, by outcome.", labels=["to"])
-        rows.add_metric(["written"], loop.written.written)
-        rows.add_metric(["stale"], loop.written.stale)
-        rows.add_metric(["dropped"], loop.written.dropped)
-        yield rows
-        latest = GaugeMetricFamily("telamon_learner_metric", "What the newest update told.", labels=["name"])
-        for name, value in loop.metrics.items():
-            latest.add_metric([name], value)
-        yield latest
+        for device, kinds in self._device_bytes().items():
+            for kind, size in kinds.items():
+                family.add_metric([device, kind], size)
+        return family
+
+    def _snapshots(self, loop: LoopStatus, published: Published) -> Iterator[Metric]:
+        yield GaugeMetricFamily("telamon_learner_snapshot_version", "Of the newest snapshot.", value=loop.version)
+        yield GaugeMetricFamily(
+            "telamon_learner_snapshot_bytes", "Of the newest snapshot.", value=published.snapshot_bytes
+        )
+        yield CounterMetricFamily(
+            "telamon_learner_pushes", "Snapshots that workers have answered for.", value=published.pushes
+        )
+        yield CounterMetricFamily(
+            "telamon_learner_skipped_pushes", "Snapshots that a busy worker was not sent.", value=published.skipped
+        )
+        yield CounterMetricFamily(
+            "telamon_learner_failed_pushes", "Snapshots that did not reach their worker.", value=published.failed
+        )
+        yield SummaryMetricFamily(
+            "telamon_learner_push_seconds", "From the taking of a snapshot to a worker's answer that it has it.",
+            published.pushes, published.push_seconds,
+        )  # fmt: skip
 
 
-_COUNTERS: dict[str, tuple[str, Callable[[LoopStatus, Published], float]]] = {
-    "updates": ("Updates of the run, those skipped included.", lambda loop, _: loop.counters.updates),
-    "skipped_updates": ("Updates of the run that were not finite.", lambda loop, _: loop.counters.skipped),
-    "write_back_wait_seconds": ("Time for which updates waited for latents to be sent.",
-                                lambda loop, _: loop.write_back_wait_seconds),
-    "pushes": ("Snapshots that workers have answered for.", lambda _, published: published.pushes),
-    "skipped_pushes": ("Snapshots that a busy worker was not sent.", lambda _, published: published.skipped),
-    "failed_pushes": ("Snapshots that did not reach their worker.", lambda _, published: published.failed),
+def _by(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str, label: str,
+    values: Values,
+) -> Metric:  # fmt: skip
+    family = kind(f"telamon_learner_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _beside(loop: LoopStatus) -> Values:
+    return {} if loop.beside is None else {**asdict(loop.beside), "checkpoint": loop.saved.seconds}
+
+
+def _rows(loop: LoopStatus) -> Values:
+    return {"written": loop.written.written, "stale": loop.written.stale, "dropped": loop.written.dropped}
+
+
+_COUNTERS: Mapping[str, tuple[str, Callable[[LoopStatus], float]]] = {
+    "updates": ("Updates made by this process, those skipped included.", lambda loop: loop.updates),
+    "skipped_updates": ("Updates that were not finite, and changed nothing.", lambda loop: loop.skipped),
+    "trained_rows": ("Rows that the updates were made on, again each time.", lambda loop: loop.trained_rows),
+    "compilations": ("Programs that XLA compiled, or read from its cache.", lambda loop: loop.compiled.programs),
+    "compilation_seconds": ("Time that this took.", lambda loop: loop.compiled.seconds),
+    "recompilations": ("Programs that were compiled while training, under a name that had been compiled before.",
+                       lambda loop: loop.compiled.again),
 }  # fmt: skip
-_GAUGES: dict[str, tuple[str, Callable[[LoopStatus, Published], float]]] = {
-    "snapshot_version": ("Of the newest snapshot.", lambda loop, _: loop.version),
-    "snapshot_bytes": ("Of the newest snapshot.", lambda _, published: published.snapshot_bytes),
-    "batch_wait_ratio": ("Share of the time waiting for batches while there were rows.",
-                         lambda loop, _: loop.batch_wait_ratio),
+_GAUGES: Mapping[str, tuple[str, Callable[[LoopStatus], float]]] = {
+    "run_updates": ("Updates of the run; after a restart those of the checkpoint it goes on from.",
+                    lambda loop: loop.counters.updates),
+    "checkpoint_age_seconds": ("Since the newest checkpoint became whole; before the first since the start.",
+                               lambda loop: loop.checkpoint_age),
+    "batch_wait_ratio": ("Share of the time waiting for batches, of the time in which there were rows.",
+                         lambda loop: loop.batch_wait_ratio),
+    "devices": ("Devices that the update is made on, of all processes of the learner; 0 before they are known.",
+                lambda loop: loop.devices),
 }  # fmt: skip
-_SECONDS: dict[str, tuple[str, Callable[[LoopStatus, Published], int], Callable[[LoopStatus, Published], float]]] = {
-    "update": ("Turns with an update: the device's work.",
-               lambda loop, _: loop.updates, lambda loop, _: loop.update_seconds),
-    "checkpoint": ("For which a checkpoint held the updates up.",
-                   lambda loop, _: loop.checkpoints, lambda loop, _: loop.checkpoint_seconds),
-    "publish": ("From the devices into the object store.",
-                lambda _, published: published.snapshots, lambda _, published: published.put_seconds),
+_SECONDS: Mapping[str, tuple[str, Callable[[LoopStatus], int], Callable[[LoopStatus], float]]] = {
+    "update": ("Turns of the loop with an update: the device's work, as the loop waits for the update before.",
+               lambda loop: loop.updates, lambda loop: loop.update_seconds),
+    "checkpoint": ("From the wish for a checkpoint until it is whole.",
+                   lambda loop: loop.saved.checkpoints, lambda loop: loop.saved.seconds),
+}  # fmt: skip
+_COUNTERS_BY: Mapping[str, tuple[str, str, Callable[[LoopStatus], Values]]] = {
+    "seconds": ("The loop's time by what it did, or waited for: all of it. other: the start and its compiling, "
+                "choosing, waiting for the other processes of a learner.", "doing", lambda loop: loop.seconds),
+    "beside_seconds": ("What threads beside the loop have spent. copy: handing batches to the devices; checkpoint: "
+                       "from the wish until it is whole.", "doing", _beside),
+    "write_back_rows": ("Rows of write-backs by outcome. stale: overwritten since; dropped: their shard was away.",
+                        "to", _rows),
+}  # fmt: skip
+_GAUGES_BY: Mapping[str, tuple[str, str, Callable[[LoopStatus], Values]]] = {
+    "metric": ("What the newest update told, losses and norms; NaN where it was not finite.", "name",
+               lambda loop: loop.metrics),
+    "stage": ("1 for what the learner does now.", "stage",
+              lambda loop: {stage: stage == loop.stage for stage in get_args(Stage)}),
 }  # fmt: skip
 
 
 @contextmanager
 def serving(
-    loop: Callable[[], LoopStatus],
-    limited: Callable[[], limiter.Status | None],
-    published: Callable[[], Published],
-    band: int,
-    host: str,
-    port: int,
+    loop: Loop, published: Callable[[], Published], config: LimiterConfig, host: str, port: int
 ) -> Iterator[str]:
     """Shows a learner's metrics at the URL that the block is given; port 0: a free one.
 
-    Raises OSError at once when the port is taken.
+    Raises OSError naming the owner of a port that is taken.
     """
-    registry = CollectorRegistry()
-    LearnerMetrics(loop, published, registry)
-    LimiterMetrics(limited, band, registry)
-    server, thread = start_http_server(port, host, registry)
-    try:
-        yield f"http://{host}:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    registry = pages.new_registry()
+    LearnerMetrics(loop.status, loop.device_bytes, published, registry)
+    LimiterMetrics(loop.limiter_status, config, registry)
+    with pages.serving(registry, host, port, "LearnerSetup.metrics_port") as url:
+        yield url

@@ -48,6 +48,8 @@ class Published:
     pushes; zeros before any."""
     behind: Mapping[str, int]
     """Worker -> versions by which its newest snapshot is older than the newest."""
+    push_seconds: float = 0.0
+    """Total time of the pushes that were answered, each from the publishing of its snapshot."""
 
 
 class Receiver:
@@ -88,7 +90,7 @@ class Publisher:
         """Version, when its publishing began, and reference."""
         self._delays: deque[float] = deque(maxlen=DELAYS)
         self._snapshots = self._bytes = self._pushes = self._skipped = self._failed = 0
-        self._put_seconds = 0.0
+        self._put_seconds = self._push_seconds = 0.0
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._thread = Background(self._listen, "answers")
 
@@ -127,6 +129,7 @@ class Publisher:
                 self._snapshots, self._bytes, self._put_seconds, self._pushes, self._skipped, self._failed,
                 (float(p50), float(p99)),
                 {n: newest - r.has for n, r in self._receivers.items() if newest is not None and r.has is not None},
+                self._push_seconds,
             )  # fmt: skip
 
     def settle(self, timeout: float) -> bool:
@@ -182,6 +185,7 @@ class Publisher:
             return
         receiver.failing, receiver.has = False, version
         self._pushes += 1
+        self._push_seconds += seconds
         self._delays.append(seconds)
         if self._newest is not None and version < self._newest[0] and self._receivers.get(name) is receiver:
             self._push(name, receiver)

@@ -30,6 +30,7 @@ from telamon.allocator import keep_freed_memory
 from telamon.keys import Stream, generator
 from telamon.rpc.security import Endpoint
 from telamon.telemetry.logs import setup_buffer
+from telamon.telemetry.process import resident_bytes
 
 GROUPS = {"loop": 1, "control": 4}
 """Threads of each concurrency group: the option `concurrency_groups` of `ray.remote`. One may wait for a report."""
@@ -55,6 +56,8 @@ class LearnerStatus:
     """URL of its page; None for none."""
     log: tuple[str, ...]
     """Lines since the last status."""
+    memory: int = 0
+    """Bytes that it has in use."""
 
 
 class LearnerWorker:
@@ -76,11 +79,8 @@ class LearnerWorker:
             stack.callback(self._publisher.end)
             if s.metrics_port is not None:
                 self._metrics = stack.enter_context(
-                    metrics.serving(
-                        self._loop.status, self._loop.limiter_status, self._publisher.status, s.limiter.band,
-                        s.metrics_host, s.metrics_port,
-                    )
-                )  # fmt: skip
+                    metrics.serving(self._loop, self._publisher.status, s.limiter, s.metrics_host, s.metrics_port)
+                )
             finished = self._loop.run()
             self._publisher.settle(SETTLE_SECONDS)
             return finished
@@ -89,7 +89,7 @@ class LearnerWorker:
     def status(self) -> LearnerStatus:
         return LearnerStatus(
             os.getpid(), socket.gethostname(), self._loop.devices, self._loop.status(), self._publisher.status(),
-            self._metrics, tuple(self._log.drain()),
+            self._metrics, tuple(self._log.drain()), resident_bytes(),
         )  # fmt: skip
 
     @ray.method(concurrency_group="control")

@@ -31,7 +31,6 @@ from deploy.cluster import Kept, Launch, Memory, PartFailed, Session
 from deploy.config import ClusterConfig, EvalConfig, ReplayConfig, ReportConfig, RunConfig
 from deploy.files import replace_text
 from deploy.shards import ShardStatus
-from learner.batches import Waited, Written
 from learner.limiter import Status as LimiterStatus
 from learner.limiter import Waits
 from learner.loop import Finished, LoopStatus
@@ -54,9 +53,7 @@ HERE, THERE = "a" * 56, "b" * 56
 WORKER = WorkerStatus("?", 1, "here", True, Figures(), None, None, (0.0, 0.0), ())
 PUBLISHED = Published(0, 0, 0.0, 0, 0, 0, (0.0, 0.0), {})
 LIMITS = LimiterStatus(Waits(0.0, 0.0, "none"), 0.0, {}, 1.0, 1.0, 0)
-LOOP = LoopStatus(
-    "training", Counters(), 0, 0, None, {}, Waited(), 0.0, 0.0, 0, 0, 0.0, Written(), 0.0, None
-)  # fmt: skip
+LOOP = LoopStatus("training")
 LEARNER = LearnerStatus(1, "here", ("cpu:0",), LOOP, PUBLISHED, None, ())
 DEATH = RayActorError(error_msg="The worker died\n\tpid: 7\n unexpectedly. Some common causes include: (1) the moon")
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from learner import limiter
-from learner.batches import DEPTH, WRITE_BACKS, Batches, Source, Waited, WriteBacks, Written, fresh_latents, origin
+from learner.background import Beside
+from learner.batches import DEPTH, WRITE_BACKS, Batches, Source, WriteBacks, Written, fresh_latents, origin
 from learner.limiter import Totals
 from learner.update import Outcome
 from telamon.data import Window, WriteBack
+from telamon.telemetry.stopwatch import Stopwatch
 from tests.waiting import SECONDS, until
 
 
@@ -78,7 +80,7 @@ def make(sampler):
     made = []
 
     def make(admit: Callable[[float], bool], place=lambda window: window) -> Batches:
-        made.append(Batches(sampler, admit, place, Waited()))
+        made.append(Batches(sampler, admit, place, lambda lack: None, Beside()))
         return made[-1]
 
     yield make
@@ -181,33 +183,73 @@ def test_an_error_in_its_way_to_the_end_is_not_one_of_the_run(make, sampler):
 
 
 def test_waiting_is_booked_by_what_was_missing():
-    waited, tickets, samples, asked = Waited(), Tickets(0), threading.Semaphore(0), []
+    watch = Stopwatch(("rows", "batch", "other"), "other")
+    tickets, samples, asked = Tickets(0), threading.Semaphore(0), []
 
     def sample():
         asked.append(None)
         samples.acquire(timeout=SECONDS)
         return window()
 
-    batches = Batches(sample, tickets, lambda window: window, waited)
+    def get(timeout):
+        """Whether there was a batch, and what was waited for."""
+        before = watch.seconds
+        found = batches.get(timeout)
+        watch.now("other")
+        return found is not None, {k: s - before[k] for k, s in watch.seconds.items()}
+
+    batches = Batches(sample, tickets, lambda window: window, watch.now, Beside())
     try:
         # nothing is admitted: rows are missing
-        assert batches.get(0.3) is None
-        assert (waited.rows > 0.2, waited.batch) == (True, 0)
+        found, waited = get(0.3)
+        assert (found, waited["rows"] > 0.2, waited["batch"]) == (False, True, 0)
         # admitted after that wait: the sampling of this batch could not have been done ahead
         tickets.give(2)
         until(lambda: len(asked) == 1)
-        before = waited.rows
-        assert batches.get(0.3) is None
-        assert (waited.rows > before + 0.2, waited.batch) == (True, 0)
+        found, waited = get(0.3)
+        assert (found, waited["rows"] > 0.2, waited["batch"]) == (False, True, 0)
         samples.release()
-        assert batches.get(SECONDS) is not None
+        assert get(SECONDS)[0]
         # the next one had been admitted already: what is missing is the batch itself
         until(lambda: len(asked) == 2)
-        before = waited.rows
-        assert batches.get(0.3) is None
-        assert (waited.rows, waited.batch > 0.2) == (before, True)
+        found, waited = get(0.3)
+        assert (found, waited["rows"], waited["batch"] > 0.2) == (False, 0, True)
     finally:
         samples.release(9)
+        batches.end()
+
+
+class Ticking:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+    def takes(self, seconds: float) -> None:
+        self.at += seconds
+
+
+def test_what_the_thread_spends_is_told_apart():
+    clock, beside, tickets, failed = Ticking(), Beside(), Tickets(DEPTH), []
+
+    def sample():
+        clock.takes(2.0)
+        if not failed:
+            failed.append(None)
+            raise LookupError("no rows")
+        return window()
+
+    def place(window):
+        clock.takes(0.5)
+        return window
+
+    batches = Batches(sample, tickets, place, lambda lack: None, beside, clock=clock)
+    try:
+        until(lambda: beside == Beside(sample=(1 + DEPTH) * 2.0, copy=DEPTH * 0.5))
+    finally:
         batches.end()
 
 
@@ -259,7 +301,8 @@ def replay():
 @pytest.fixture
 def writing(replay):
     written = Written()
-    found = WriteBacks(Source(replay, Gate()), 1, lambda tree: {k: np.asarray(v) for k, v in tree.items()}, written)
+    local = lambda tree: {k: np.asarray(v) for k, v in tree.items()}
+    found = WriteBacks(Source(replay, Gate()), 1, local, written, Beside())
     yield found, written
     replay.open.set()
     found.end()
@@ -322,7 +365,17 @@ def test_updates_wait_before_memory_grows(replay, writing):
     thread.join(SECONDS)
     assert write_backs.drain(SECONDS)
     assert len(replay.taken) == WRITE_BACKS + 3
-    assert write_backs.waited > 0.2
+
+
+def test_fetching_and_sending_is_booked(replay):
+    clock, beside = Ticking(), Beside()
+    fetch = lambda tree: clock.takes(0.25) or {k: np.asarray(v) for k, v in tree.items()}
+    write_backs = WriteBacks(Source(replay, Gate()), 1, fetch, Written(), beside, clock)
+    for streak in (0, 1, 0):  # nothing is sent of the second one
+        write_backs.put(origin(window()), outcome(streak=streak))
+    assert write_backs.drain(SECONDS)
+    write_backs.end()
+    assert beside == Beside(write_back=0.5)
 
 
 def test_latents_for_shards_that_are_away_are_dropped_and_counted(replay, writing):
@@ -339,7 +392,7 @@ def test_latents_for_shards_that_are_away_are_dropped_and_counted(replay, writin
             return 1
 
     counted = Written()
-    partly = WriteBacks(Source(Partly(), Gate(), lambda: dropped[0]), 1, lambda tree: tree, counted)
+    partly = WriteBacks(Source(Partly(), Gate(), lambda: dropped[0]), 1, lambda tree: tree, counted, Beside())
     partly.put(origin(window()), outcome())
     assert partly.drain(SECONDS)
     partly.end()

@@ -871,7 +871,7 @@ def test_metrics_are_read_off_the_limiter():
     registry = CollectorRegistry()
     time, shard = Time(), Shard([4])
     found = Limiter(CONFIG, {"a": shard}, clock=time.clock, wait=time.wait)
-    LimiterMetrics(found.status, CONFIG.band, registry)
+    LimiterMetrics(found.status, CONFIG, registry)
     shard.write()
     found.look()
     assert train(found)
@@ -884,6 +884,7 @@ def test_metrics_are_read_off_the_limiter():
         (f"{name}waiting", "side", "learner"): 0.0,
         (f"{name}waiting", "side", "none"): 1.0,
         ("telamon_learner_replayed_rows_per_inserted_row", "over", "run"): 4.0,
+        ("telamon_learner_asked_replayed_rows_per_inserted_row", "", ""): CONFIG.ratio,
         (f"{name}lead_rows", "", ""): 16.0,
         (f"{name}band_rows", "", ""): 20.0,
         (f"{name}credit_rows", "shard", "a"): 16.0,

@@ -539,7 +539,7 @@ def test_status_says_how_it_stands(rig):
         assert status.updates == 5
         assert status.update_seconds > 0
         assert 0 <= status.batch_wait_ratio <= 1
-        until(lambda: found.loop.status().waited.rows > status.waited.rows)
+        until(lambda: found.loop.status().seconds["rows"] > status.seconds["rows"])
     assert found.loop.devices == tuple(str(device) for device in jax.devices())
 
 
