@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
@@ -14,6 +13,8 @@ from telamon.agents.base import Agent, Mode, PyTree
 from telamon.data import Counters, Rows, as_dtype
 from telamon.envs.base import Action, BatchedEnv, EnvError, Step, map_action, random_action, zero_action
 from telamon.keys import Stream, generator, stream
+from telamon.telemetry.histogram import Histogram
+from telamon.telemetry.stopwatch import Stopwatch
 
 
 class Sink(Protocol):
@@ -35,33 +36,22 @@ Doing = Literal["idle", "snapshot", "acting", "replay", "environment"]
 """What an actor does, or waits for; `replay`: for credit, or for a replay server that is away."""
 
 
-class Stopwatch:
-    """What is being done now, and the seconds that each thing has taken. Another thread may look.
-
-    clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.doing: Doing = "idle"
-        self.seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
-        """Of what was finished."""
-        self._clock = clock
-        self._since = clock()
-
-    def now(self, doing: Doing) -> None:
-        """Ends what was being done, and begins something."""
-        at = self._clock()
-        self.seconds[self.doing] += at - self._since
-        self.doing, self._since = doing, at
+_SIZES = tuple(digit * 10.0**power for power in range(5) for digit in (1, 2, 5))
+LENGTHS = _SIZES
+"""Upper bounds of the histogram of episodes' lengths, in agent steps."""
+RETURNS = (*(-size for size in reversed(_SIZES)), 0.0, *_SIZES)
+"""That of their returns."""
 
 
 class Books:
-    """Returns and lengths of the episodes that are going on in a batch of environments."""
+    """Returns and lengths of episodes: of those that are going on in a batch of environments, and of all that ended."""
 
     def __init__(self, agent: Agent, num_envs: int) -> None:
         self._agent = agent
         self.total_reward = np.zeros(num_envs)
         self.length = np.zeros(num_envs, np.int64)
+        self.returns, self.lengths = Histogram(RETURNS), Histogram(LENGTHS)
+        """Of the episodes that have ended since this was made."""
 
     def enter(self, step: Step, counters: Counters) -> list[Episode]:
         """Takes in new observations, and counts their transitions; returns the episodes that they end.
@@ -81,6 +71,9 @@ class Books:
             Episode(int(e), float(self.total_reward[e]), int(self.length[e])) for e in np.flatnonzero(step.is_last)
         ]
         counters.episodes += len(ended)
+        for episode in ended:
+            self.returns.observe(episode.total_reward)
+            self.lengths.observe(episode.length)
         return ended
 
 
@@ -129,17 +122,17 @@ class Collector:
     def __init__(
         self, agent: Agent, env: BatchedEnv, replay: Sink, seed: int, counters: Counters, index: tuple[int, ...] = ()
     ) -> None:
-        self._agent, self._env, self._replay = agent, env, replay
+        self._agent, self.env, self._replay = agent, env, replay
         self._act = jit_act(agent, env.num_envs, "train")
         self._key = stream(seed, Stream.ACT, *index)
         self._seed, self._index = seed, index
         self._env_id = np.arange(env.num_envs, dtype=np.int32)
         self._tick = 0
         self._carry = agent.initial_carry(env.num_envs)
-        self._books = Books(agent, env.num_envs)
+        self.books = Books(agent, env.num_envs)
         self._step: Step | None = None
         self.counters = counters
-        self.stopwatch = Stopwatch()
+        self.stopwatch: Stopwatch[Doing] = Stopwatch(get_args(Doing), "idle")
 
     @property
     def tick_count(self) -> int:
@@ -147,8 +140,8 @@ class Collector:
 
     def prepare(self) -> None:
         """Compiles what acts with parameters, for a `tick` that will not have to."""
-        num_envs = self._env.num_envs
-        obs = {k: jax.ShapeDtypeStruct((num_envs, *a.shape), as_dtype(a.dtype)) for k, a in self._env.spec.obs}
+        num_envs = self.env.num_envs
+        obs = {k: jax.ShapeDtypeStruct((num_envs, *a.shape), as_dtype(a.dtype)) for k, a in self.env.spec.obs}
         is_first = jax.ShapeDtypeStruct((num_envs,), bool)
         self._act.lower(params_like(self._agent), self._carry, obs, is_first, self._key, np.uint32(0)).compile()
 
@@ -160,7 +153,7 @@ class Collector:
         watch = self.stopwatch
         if self._step is None:
             watch.now("environment")
-            self._enter(self._env.reset())
+            self._enter(self.env.reset())
         step = self._step
         assert step is not None
         watch.now("acting")
@@ -169,15 +162,15 @@ class Collector:
         self._replay.append(
             Rows(self._env_id, step.obs, step.reward, step.is_first, step.is_last, step.is_terminal, action, latents)
         )
-        self.counters.rows += self._env.num_envs
+        self.counters.rows += self.env.num_envs
         self._tick += 1
         watch.now("environment")
-        ended = self._enter(self._env.step(action))
+        ended = self._enter(self.env.step(action))
         watch.now("idle")
         return ended
 
     def _choose(self, params: PyTree | None, step: Step) -> tuple[Action, dict[str, np.ndarray]]:
-        num_envs, spec = self._env.num_envs, self._env.spec.action
+        num_envs, spec = self.env.num_envs, self.env.spec.action
         if step.is_last.all() and not self._agent.row_spec.latents:
             return zero_action(spec, num_envs), {}  # ignored by a reset tick: no plan wasted
         if params is None:
@@ -193,18 +186,18 @@ class Collector:
 
     def _enter(self, step: Step) -> list[Episode]:
         """Takes new observations as pending and keeps the books of their episodes."""
-        ended = self._books.enter(step, self.counters)
+        ended = self.books.enter(step, self.counters)
         self._step = step
         return ended
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Everything from which `set_state` continues; without the environments' part where they cannot be saved."""
         leaves = {f"carry/{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self._carry))}
-        env = self._env.get_state() if self._step is not None else None
+        env = self.env.get_state() if self._step is not None else None
         return {
             "tick": np.asarray(self._tick),
-            "total_reward": self._books.total_reward,
-            "length": self._books.length,
+            "total_reward": self.books.total_reward,
+            "length": self.books.length,
             **leaves,
             **{f"env/{k}": v for k, v in (env or {}).items()},
         }
@@ -217,6 +210,6 @@ class Collector:
         self._carry = jax.tree.unflatten(treedef, [state[f"carry/{i}"] for i in range(len(leaves))])
         env = {k.removeprefix("env/"): v for k, v in state.items() if k.startswith("env/")}
         if env:
-            self._books.total_reward, self._books.length = state["total_reward"].copy(), state["length"].copy()
-            self._step = self._env.set_state(env)
+            self.books.total_reward, self.books.length = state["total_reward"].copy(), state["length"].copy()
+            self._step = self.env.set_state(env)
         return bool(env) or self._tick == 0

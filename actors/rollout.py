@@ -12,18 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actors.collector import Books, Collector, Episode, Sink, Stopwatch, params_like, random_draws
+from actors.collector import Books, Collector, Doing, Episode, Sink, params_like, random_draws
 from telamon.agents.base import Agent, PyTree
 from telamon.data import Counters, Rows, as_dtype
 from telamon.envs.base import BatchedEnv, Step, map_action, random_action
 from telamon.envs.checks import check_action
 from telamon.keys import Stream, stream
+from telamon.telemetry.histogram import Histogram
+from telamon.telemetry.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ LONGEST = 64
 """Ticks of one unroll at most."""
 UNROLL_BYTES = 2**26
 """Of the rows of one unroll at most, where that is more than one tick."""
+DELAYS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Upper bounds, in seconds, of the histogram of the time from the offer of a snapshot to its use."""
 
 
 class Snapshot(NamedTuple):
@@ -54,6 +58,8 @@ class Snapshots:
         """Version of the newest one that was offered."""
         self.delays: deque[float] = deque(maxlen=1000)
         """Seconds from the offer to the taking of the last ones that were taken."""
+        self.waited = Histogram(DELAYS)
+        """Those of all."""
 
     def offer(self, snapshot: Snapshot) -> bool:
         """Puts a snapshot into the slot; False where it is not newer than one that was offered before."""
@@ -70,7 +76,9 @@ class Snapshots:
             if self._pending is None:
                 return None
             (snapshot, offered), self._pending = self._pending, None
-            self.delays.append(self._clock() - offered)
+            delay = self._clock() - offered
+            self.delays.append(delay)
+            self.waited.observe(delay)
             return snapshot
 
     def wait(self, timeout: float) -> bool:
@@ -226,7 +234,7 @@ class Unroll:
         index: tuple[int, ...],
         longest: int = LONGEST,
     ) -> None:
-        self._agent, self._env, self._replay = agent, env, replay
+        self._agent, self.env, self._replay = agent, env, replay
         self._seed, self._index = seed, index
         self._key = stream(seed, Stream.ACT, *index)
         self._env_id = np.arange(env.num_envs, dtype=np.int32)
@@ -238,10 +246,12 @@ class Unroll:
         """The first one that was not unrolled."""
         self._made: deque[tuple[Any, dict[str, np.ndarray], Step]] = deque()
         """(action, latents, the rows that the tick ends with) of what was not appended."""
-        self._books = Books(agent, env.num_envs)
+        self.books = Books(agent, env.num_envs)
         self._step: Step | None = None
+        self.tick_count = 0
+        """Of those whose rows were appended."""
         self.counters = counters
-        self.stopwatch = Stopwatch()
+        self.stopwatch: Stopwatch[Doing] = Stopwatch(get_args(Doing), "idle")
 
     @property
     def waiting(self) -> int:
@@ -266,24 +276,25 @@ class Unroll:
         step = self._step
         assert step is not None
         action, latents, then = self._made.popleft()
-        check_action(self._env.spec, self._env.num_envs, action)
+        check_action(self.env.spec, self.env.num_envs, action)
         watch.now("replay")
         self._replay.append(
             Rows(self._env_id, step.obs, step.reward, step.is_first, step.is_last, step.is_terminal, action, latents)
         )
-        self.counters.rows += self._env.num_envs
+        self.counters.rows += self.env.num_envs
+        self.tick_count += 1
         watch.now("environment")
         ended = self._enter(then)
         watch.now("idle")
         return ended
 
     def _begin(self) -> None:
-        self._keys, state, row = self._env.start()
-        carry = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), self._agent.initial_carry(self._env.num_envs))
+        self._keys, state, row = self.env.start()
+        carry = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), self._agent.initial_carry(self.env.num_envs))
         # copies: what is donated must be nobody else's, nor be there twice
         self._acting = jax.tree.map(jnp.copy, Acting(carry, state, row))
         step = self._on_host(jax.device_get(row))
-        self._books.enter(step, self.counters)
+        self.books.enter(step, self.counters)
         self._step = step
 
     def _unroll(self, params: PyTree | None, count: int) -> None:
@@ -303,19 +314,19 @@ class Unroll:
 
     def _random_actions(self, count: int) -> Any:
         """Those that a Collector draws for the next `count` ticks, leaves [longest, E, ...]."""
-        spec, num_envs = self._env.spec.action, self._env.num_envs
+        spec, num_envs = self.env.spec.action, self.env.num_envs
         drawn = [
             random_action(spec, num_envs, random_draws(self._seed, self._index, self._tick + i)) for i in range(count)
         ]
         return jax.tree.map(lambda *parts: np.stack(parts), *drawn, *[drawn[-1]] * (self._longest - count))
 
     def _on_host(self, row: Any) -> Step:
-        obs: Mapping[str, np.ndarray] = {key: row.obs[key] for key, _ in self._env.spec.obs}  # JAX sorts a dict's keys
+        obs: Mapping[str, np.ndarray] = {key: row.obs[key] for key, _ in self.env.spec.obs}  # JAX sorts a dict's keys
         return Step(obs, row.reward, row.is_first, row.is_last, row.is_terminal)
 
     def _enter(self, step: Step) -> list[Episode]:
-        self._env.take(step)
-        ended = self._books.enter(step, self.counters)
+        self.env.take(step)
+        ended = self.books.enter(step, self.counters)
         self._step = step
         return ended
 
@@ -375,22 +386,25 @@ class Rollout:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.counters = Counters()
-        self.ticks = 0
         self.snapshot: Snapshot | None = None
         """What it acts with; None: at random, or not yet."""
         self._outbox = Outbox(writer, patience)
         self._snapshots, self._acts_at_random = snapshots, acts_at_random
         self._patience, self._stopped, self._clock = patience, stopped, clock
         self._prepared = False
-        self._source: Unroll | Collector
+        self.source: Unroll | Collector
         if can_unroll(env):
-            self._source = Unroll(agent, env, self._outbox, seed, self.counters, index, unroll_ticks)
+            self.source = Unroll(agent, env, self._outbox, seed, self.counters, index, unroll_ticks)
         else:
-            self._source = Collector(agent, env, self._outbox, seed, self.counters, index)
+            self.source = Collector(agent, env, self._outbox, seed, self.counters, index)
 
     @property
-    def stopwatch(self) -> Stopwatch:
-        return self._source.stopwatch
+    def ticks(self) -> int:
+        return self.source.tick_count
+
+    @property
+    def stopwatch(self) -> Stopwatch[Doing]:
+        return self.source.stopwatch
 
     @property
     def resets(self) -> int:
@@ -414,15 +428,14 @@ class Rollout:
             if done and self._clock() - began > self._patience:
                 ended = "time"
                 break
-            if isinstance(self._source, Collector):
+            if isinstance(self.source, Collector):
                 self._swap()
-                episodes += self._source.tick(self._params())
+                episodes += self.source.tick(self._params())
             else:
-                if not self._source.waiting:
+                if not self.source.waiting:
                     self._swap()
-                episodes += self._source.tick(self._params(), ticks - done)
+                episodes += self.source.tick(self._params(), ticks - done)
             done += 1
-            self.ticks += 1
             version = None if self.snapshot is None else self.snapshot.version
             versions = [*versions[:1], version]
             if version is not None and self._snapshots.newest is not None:
@@ -457,7 +470,7 @@ class Rollout:
         if self.snapshot is None and not self._prepared and (self._outbox.late or not able):
             # it has time now, and none once the first snapshot is there: then the learner waits for its rows
             self.stopwatch.now("acting")
-            self._source.prepare()
+            self.source.prepare()
             self._prepared = True
         if self._outbox.late and not self.flush():
             return "replay"

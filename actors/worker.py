@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import ray
 from actors import metrics
 from actors.collector import jit_act
 from actors.evaluate import Stopped, evaluate
-from actors.metrics import Figures
+from actors.metrics import ActorMetrics, EvalFigures, EvaluatorMetrics, Figures, figures_of
 from actors.rollout import Piece, Rollout, Snapshot, Snapshots
 from actors.watchdog import watch
 from telamon.agents.base import Agent
@@ -36,6 +36,7 @@ from telamon.replay import TableSpec
 from telamon.rpc.client import Client
 from telamon.rpc.security import Endpoint
 from telamon.telemetry.logs import setup_buffer
+from telamon.telemetry.process import resident_bytes
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ class WorkerStatus:
     """Median and 99th percentile of the seconds from the offer of a snapshot to its use, of the last ones."""
     log: tuple[str, ...]
     """Lines since the last status."""
+    memory: int = 0
+    """Bytes that its process has in use; 0 where nobody has looked."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,11 @@ class _Part:
             )
         return agent
 
+    def _show(self, register: Callable[[Any], object], host: str | None) -> None:
+        """Opens the page. host: None for this node's address in the cluster."""
+        address = ray.util.get_node_ip_address() if host is None else host
+        self._metrics = self._stack.enter_context(metrics.serving(register, address))
+
     def _watch(self, env: BatchedEnv, timeout: float) -> Any:
         """Notes an environment that hangs: whoever looks at the status ends this process."""
 
@@ -160,7 +168,7 @@ class _Part:
         p50, p99 = np.percentile(delays, [50, 99])
         return WorkerStatus(
             self._name, os.getpid(), socket.gethostname(), self._open, figures, self._hung, self._metrics,
-            (float(p50), float(p99)), tuple(self._log.drain()),
+            (float(p50), float(p99)), tuple(self._log.drain()), resident_bytes(),
         )  # fmt: skip
 
 
@@ -180,8 +188,7 @@ class RolloutWorker(_Part):
         Raises EnvError, ValueError for an environment that is not the run's, and what Client raises.
         """
         s, stack = self._setup, self._stack
-        host = ray.util.get_node_ip_address() if s.metrics_host is None else s.metrics_host
-        self._metrics = stack.enter_context(metrics.serving(s.name, self._figures, host))
+        self._show(lambda registry: ActorMetrics(self._figures, registry), s.metrics_host)
         env = s.make_env(int(generator(s.seed, Stream.ENV, *s.index).integers(2**31)))
         stack.callback(env.close)
         agent = self._agent(s.make_agent, env)
@@ -234,21 +241,18 @@ class RolloutWorker(_Part):
         self._stopped.set()
 
     def _figures(self) -> Figures:
-        rollout, newest = self._rollout, self._snapshots.newest
-        if rollout is None:
-            return Figures(newest=newest)
-        counters, watch = rollout.counters, rollout.stopwatch
-        return Figures(
-            ticks=rollout.ticks,
-            rows=counters.rows,
+        rollout, client, snapshots = self._rollout, self._client, self._snapshots
+        if rollout is None or client is None:
+            return Figures(newest=snapshots.newest)
+        # looked at in this order, so that no snapshot is used before it was offered
+        version = None if rollout.snapshot is None else rollout.snapshot.version
+        return replace(
+            figures_of(rollout.source),
             resets=rollout.resets,
-            transitions=counters.transitions,
-            episodes=counters.episodes,
-            lost_rows=0 if self._client is None else self._client.lost_rows,
-            version=None if rollout.snapshot is None else rollout.snapshot.version,
-            newest=newest,
-            doing=watch.doing,
-            seconds=dict(watch.seconds),
+            lost_rows=client.lost_rows,
+            version=version,
+            newest=snapshots.newest,
+            delays=snapshots.waited.counted,
         )
 
 
@@ -264,6 +268,8 @@ class EvalSetup:
     """From a seed; one environment for each episode of an evaluation."""
     env_timeout: float
     """Seconds after which one environment that does not return hangs."""
+    metrics_host: str | None = "127.0.0.1"
+    """As `WorkerSetup` has it."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +297,8 @@ class EvalWorker(_Part):
         self._snapshot: Snapshot | None = None
         self._made: tuple[Agent, Any] | None = None
         """The agent and its jitted `act`, once there was an environment to compare it with."""
+        self._figures = EvalFigures()
+        self._show(lambda registry: EvaluatorMetrics(lambda: self._figures, registry), setup.metrics_host)
 
     @ray.method(concurrency_group="rollout")
     def evaluate(self, index: int, video: bool = False) -> Evaluated | None:
@@ -302,6 +310,7 @@ class EvalWorker(_Part):
             self._snapshot = self._snapshots.take()
         if self._snapshot is None:
             return None
+        self._figures = replace(self._figures, version=self._snapshot.version)
         began = time.monotonic()
         s, (version, params) = self._setup, self._snapshot
         frames: list[np.ndarray] = []
@@ -320,10 +329,11 @@ class EvalWorker(_Part):
                 found = evaluate(agent, act, params, env, key, picture, self._stopped.is_set)
             except Stopped:
                 return None
-        return Evaluated(
-            index, version, found.total_reward, found.length, time.monotonic() - began,
-            np.stack(frames) if video else None,
-        )  # fmt: skip
+        seconds = time.monotonic() - began
+        self._figures = EvalFigures(
+            self._figures.evaluations + 1, self._figures.seconds + seconds, version, float(found.total_reward.mean())
+        )
+        return Evaluated(index, version, found.total_reward, found.length, seconds, np.stack(frames) if video else None)
 
     @ray.method(concurrency_group="control")
     def set_params(self, version: int, refs: Sequence[Any]) -> int:

@@ -64,6 +64,11 @@ class BatchedEnv(Protocol):
     ticks: int
     """Ticks so far, resets included: tells a watchdog an environment that hangs from one that is often busy."""
 
+    @property
+    def refused_rows(self) -> int:
+        """Rows so far that had no place in a replay, or never came; each cost its episode, and was replaced."""
+        ...
+
     def reset(self) -> Step:
         """Starts a new episode in every environment: rows with is_first."""
         ...

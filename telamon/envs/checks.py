@@ -208,6 +208,11 @@ class Guard:
         log.warning("env_rebuilt env=%d id=%s step=%d reason=%r", index, self._spec.id, step, what)
         return int(self.rebuilds[index])
 
+    @property
+    def refused_rows(self) -> int:
+        """As `BatchedEnv` has it: there was a rebuild for each."""
+        return int(self.rebuilds.sum())
+
     def count(self, step: Step) -> None:
         """Takes in the rows of a tick."""
         self.steps = np.where(step.is_first, 0, self.steps + 1)

@@ -118,6 +118,10 @@ class EnvPool:
         self._guard = Guard(spec, num_envs, on_error)
         self._last: np.ndarray | None = None
 
+    @property
+    def refused_rows(self) -> int:
+        return self._guard.refused_rows
+
     def reset(self) -> Step:
         rows = blank(self.spec, self.num_envs)
         self._restart(np.arange(self.num_envs), rows)

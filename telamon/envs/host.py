@@ -89,6 +89,10 @@ class HostEnvs:
         self._guard = Guard(spec, num_envs, on_error)
         self._row: Step | None = None
 
+    @property
+    def refused_rows(self) -> int:
+        return self._guard.refused_rows
+
     def reset(self) -> Step:
         return self._tick(zero_action(self.spec.action, self.num_envs), np.ones(self.num_envs, bool))
 

@@ -296,6 +296,10 @@ class JaxEnvs:
             lambda key, tick, rebuild: pure.reset(jax.random.fold_in(jax.random.fold_in(key, tick), rebuild))
         )
 
+    @property
+    def refused_rows(self) -> int:
+        return self._guard.refused_rows
+
     def reset(self) -> Step:
         return self._settled(*self._reset(self._keys, np.uint32(self._tick)))
 

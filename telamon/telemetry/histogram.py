@@ -14,8 +14,15 @@ class Counted(NamedTuple):
     """Upper bounds of the buckets, themselves included."""
     counts: tuple[int, ...]
     """Of each bucket alone, and of what lies above them all."""
-    total: float
-    """Sum of the values."""
+    above: float
+    """Sum of the values above zero."""
+    below: float
+    """Sum of those below zero, without their sign."""
+
+    @property
+    def total(self) -> float:
+        """Sum of the values."""
+        return self.above - self.below
 
 
 class Histogram:
@@ -24,12 +31,15 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
-        self._total = 0.0
+        self._above = self._below = 0.0
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+        if value > 0:
+            self._above += value
+        else:
+            self._below -= value
 
     @property
     def counted(self) -> Counted:
-        return Counted(self._bounds, tuple(self._counts), self._total)
+        return Counted(self._bounds, tuple(self._counts), self._above, self._below)

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 from telamon.telemetry import owners
 from telamon.telemetry.histogram import Counted
@@ -73,7 +73,7 @@ def histogram(name: str, text: str, counted: Counted) -> HistogramMetricFamily:
     """The family of a histogram that was kept elsewhere.
 
     Where values can be negative it has no `_sum`, nor the `_count` that goes with it: `rate` would take a sum that
-    falls for one that began anew.
+    falls for one that began anew. `signs` gives both sums.
     """
     names = [*(str(float(bound)) for bound in counted.bounds), "+Inf"]
     below, buckets = 0, []
@@ -81,6 +81,14 @@ def histogram(name: str, text: str, counted: Counted) -> HistogramMetricFamily:
         below += count
         buckets.append((name_of_bound, float(below)))
     return HistogramMetricFamily(name, text, buckets, counted.total)
+
+
+def signs(name: str, text: str, counted: Counted) -> CounterMetricFamily:
+    """The sums of a histogram by the values' sign: two counters whose difference is the sum of all."""
+    family = CounterMetricFamily(name, text, labels=["sign"])
+    family.add_metric(["positive"], counted.above)
+    family.add_metric(["negative"], counted.below)
+    return family
 
 
 def _server(family: int) -> type[ThreadingHTTPServer]:

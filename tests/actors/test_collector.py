@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actors.collector import Collector, Stopwatch
+from actors.collector import Collector
 from telamon.data import ArraySpec, Counters, Rows, RowSpec, Schedule
 from telamon.envs.base import EnvError
 from telamon.envs.counting import Counting, Fault, encode, make
@@ -275,13 +275,3 @@ def test_a_rebuilt_environment_abandons_its_episode(kind):
     assert [e.length for e in mine] == [7]
     assert mine[0].total_reward == pytest.approx(columns(table, "reward")[4:12, 1].astype(float).sum())
     assert c.counters.transitions == 2 * 15 - int(is_first.sum())
-
-
-def test_a_stopwatch_books_what_has_ended():
-    now = iter([0.0, 1.0, 3.0, 7.0, 15.0])
-    watch = Stopwatch(clock=lambda: next(now))
-    assert watch.doing == "idle"
-    for doing in ("acting", "replay", "acting", "idle"):
-        watch.now(doing)
-    assert watch.doing == "idle"
-    assert {k: v for k, v in watch.seconds.items() if v} == {"idle": 1.0, "acting": 2.0 + 8.0, "replay": 4.0}

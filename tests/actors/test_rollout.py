@@ -380,11 +380,11 @@ def test_rollouts_of_jax_environments_are_unrolled_and_swap_between_unrolls(pend
         Drifting(env.spec, parts.PLAN), env, table, 3, (0, 0), snapshots,
         acts_at_random=False, patience=SECONDS, stopped=lambda: False,
     )  # fmt: skip
-    assert isinstance(r._source, Unroll)
+    assert isinstance(r.source, Unroll)
     snapshots.offer(Snapshot(1, params(0)))
     piece = r.run(LONGEST + 5)
     assert (piece.ticks, piece.rows, piece.first_version, piece.last_version) == (LONGEST + 5, 3 * (LONGEST + 5), 1, 1)
-    assert r._source.waiting == 0  # not one tick more than it was asked for
+    assert r.source.waiting == 0  # not one tick more than it was asked for
     snapshots.offer(Snapshot(2, params(0)))
     assert r.run(1).first_version == 2
 
@@ -477,7 +477,7 @@ def test_with_rebuilding_jax_environments_act_tick_by_tick(breaking):
         acts_at_random=True, patience=SECONDS, stopped=lambda: False,
     )  # fmt: skip
     r.run(12)
-    assert isinstance(r._source, Collector)
+    assert isinstance(r.source, Collector)
     reward, is_first = table.columns("reward"), table.columns("is_first")
     assert np.isfinite(reward).all()
     broken = is_first[3::6].any(0)

@@ -64,10 +64,31 @@ def make(served: Served) -> Iterator[Callable[..., RolloutWorker]]:
             w._client._release()
 
 
+@pytest.fixture
+def evaluator() -> Iterator[Callable[..., EvalWorker]]:
+    """Makes evaluators, whose pages are closed in the end."""
+    made: list[EvalWorker] = []
+
+    def make(**changed: Any) -> EvalWorker:
+        made.append(EvalWorker(parts.eval_setup(**changed)))
+        return made[-1]
+
+    yield make
+    for w in made:
+        w._stack.close()
+
+
 def held(served: Served, name: str, env: int) -> np.ndarray:
     """A column of the rows that the server holds of an environment."""
     column: np.ndarray = served.tables.get("t")._store._content.ring.held(name, env)
     return column
+
+
+def read(url: str) -> dict[str, str]:
+    """Sample -> value of a page."""
+    with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+        page = answer.read().decode()
+    return dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
 
 
 def test_describe_tells_what_the_environments_are_like(monkeypatch):
@@ -94,8 +115,10 @@ def test_its_rows_reach_the_replay_and_its_status_tells(make, served):
     f = status.figures
     assert (f.ticks, f.rows, f.resets, f.transitions, f.episodes, f.lost_rows) == (20, 40, 6, 36, 4, 0)
     assert (f.version, f.newest, f.lag, f.doing, status.hung) == (None, None, 0, "idle", None)
-    assert f.seconds is not None
     assert f.seconds["acting"] > 0
+    assert (f.environments, f.env_steps, f.refused_rows, sum(f.returns.counts)) == (2, 36, 0, 4)
+    assert f.lengths.total == 4 * 7
+    assert status.memory > 2**20
     assert any("event=start name=actor-0 env=counting:continuous num_envs=2" in line for line in status.log)
     assert w.status().log == ()
 
@@ -116,6 +139,7 @@ def test_snapshots_are_copied_and_used_from_the_next_tick_on(make, served):
     status = w.status()
     assert (status.figures.version, status.figures.lag) == (6, 0)
     assert 0 <= status.delays[0] <= status.delays[1]
+    assert sum(status.figures.delays.counts) == 2
 
 
 def test_it_waits_for_a_snapshot_where_it_may_not_act_at_random(make, monkeypatch):
@@ -217,17 +241,18 @@ def test_its_page_shows_what_it_does(make):
     w.rollout(10)
     url = w.status().metrics
     assert url is not None
-    with urllib.request.urlopen(url) as answer:
-        page = answer.read().decode()
-    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-    assert values['telamon_actor_ticks_total{worker="actor-0"}'] == "10.0"
-    assert values['telamon_actor_rows_total{worker="actor-0"}'] == "20.0"
-    assert values['telamon_actor_episodes_total{worker="actor-0"}'] == "2.0"
-    assert values['telamon_actor_lost_rows_total{worker="actor-0"}'] == "0.0"
-    assert values['telamon_actor_snapshot_version{worker="actor-0"}'] == "3.0"
-    assert values['telamon_actor_snapshot_lag_versions{worker="actor-0"}'] == "0.0"
+    values = read(url)
+    assert values["telamon_actor_ticks_total"] == "10.0"
+    assert values["telamon_actor_rows_total"] == "20.0"
+    assert values["telamon_actor_episodes_total"] == "2.0"
+    assert values["telamon_actor_episode_length_steps_sum"] == "14.0"
+    assert values["telamon_actor_lost_rows_total"] == "0.0"
+    assert values["telamon_actor_environments"] == "2.0"
+    assert values["telamon_actor_snapshot_version"] == "3.0"
+    assert values["telamon_actor_snapshot_lag_versions"] == "0.0"
+    assert values["telamon_actor_snapshot_delay_seconds_count"] == "1.0"
     for doing in ("acting", "environment", "replay"):
-        assert float(values[f'telamon_actor_seconds_total{{doing="{doing}",worker="actor-0"}}']) > 0
+        assert float(values[f'telamon_actor_seconds_total{{doing="{doing}"}}']) > 0
     w.close(60.0)
     with pytest.raises(OSError):
         urllib.request.urlopen(url)
@@ -236,13 +261,13 @@ def test_its_page_shows_what_it_does(make):
 # The evaluator
 
 
-def test_without_a_snapshot_there_is_nothing_to_evaluate(monkeypatch):
+def test_without_a_snapshot_there_is_nothing_to_evaluate(evaluator, monkeypatch):
     monkeypatch.setattr(worker, "PATIENCE", 0.01)
-    assert EvalWorker(parts.eval_setup()).evaluate(0) is None
+    assert evaluator().evaluate(0) is None
 
 
-def test_an_evaluation_is_that_of_a_local_run():
-    w = EvalWorker(parts.eval_setup(env={"lengths": (3, 7, 5)}))
+def test_an_evaluation_is_that_of_a_local_run(evaluator):
+    w = evaluator(env={"lengths": (3, 7, 5)})
     w.set_params(9, [parts.on_host(100)])
     found = w.evaluate(7)
     assert found is not None
@@ -263,9 +288,9 @@ def test_an_evaluation_is_that_of_a_local_run():
     assert (again.returns > found.returns).all()
 
 
-def test_pictures_are_returned_where_they_are_asked_for(monkeypatch):
+def test_pictures_are_returned_where_they_are_asked_for(evaluator, monkeypatch):
     monkeypatch.setattr(Counting, "render", lambda self: np.full((4, 6, 3), self._t, np.uint8))
-    w = EvalWorker(parts.eval_setup(env={"lengths": (5, 7, 7)}))
+    w = evaluator(env={"lengths": (5, 7, 7)})
     w.set_params(0, [parts.on_host(0)])
     found = w.evaluate(0, True)
     assert found is not None
@@ -274,30 +299,47 @@ def test_pictures_are_returned_where_they_are_asked_for(monkeypatch):
     assert found.frames[:, 0, 0, 0].tolist() == list(range(6))
 
 
-def test_an_evaluation_that_is_stopped_finds_nothing():
-    w = EvalWorker(parts.eval_setup())
+def test_an_evaluators_page_shows_what_it_found(evaluator, monkeypatch):
+    w = evaluator()
+    shown = lambda: read(w.status().metrics)
+    before = shown()
+    assert before["telamon_evaluator_evaluations_total"] == "0.0"
+    assert before["telamon_evaluator_snapshot_version"] == "-1.0"
+    assert "telamon_evaluator_return" not in before
+    w.set_params(9, [parts.on_host(100)])
+    found = [w.evaluate(index) for index in range(2)]
+    after = shown()
+    assert after["telamon_evaluator_evaluations_total"] == after["telamon_evaluator_evaluation_seconds_count"] == "2.0"
+    assert float(after["telamon_evaluator_evaluation_seconds_sum"]) == pytest.approx(sum(f.seconds for f in found))
+    assert after["telamon_evaluator_snapshot_version"] == "9.0"
+    assert float(after["telamon_evaluator_return"]) == pytest.approx(found[1].returns.mean())
+    assert float(after["process_resident_memory_bytes"]) > 0
+
+
+def test_an_evaluation_that_is_stopped_finds_nothing(evaluator):
+    w = evaluator()
     w.set_params(0, [parts.on_host(0)])
     w.stop()
     assert w.evaluate(0) is None
 
 
-def test_an_evaluator_tells_of_an_environment_that_is_not_the_runs_and_of_one_that_breaks():
-    w = EvalWorker(parts.eval_setup(env={"lengths": (9,)}))
+def test_an_evaluator_tells_of_an_environment_that_is_not_the_runs_and_of_one_that_breaks(evaluator):
+    w = evaluator(env={"lengths": (9,)})
     w.set_params(0, [parts.on_host(0)])
     with pytest.raises(ValueError, match="evaluator has environments"):
         w.evaluate(0)
-    w = EvalWorker(parts.eval_setup(env={"faults": [Fault("raise", env=0)]}))
+    w = evaluator(env={"faults": [Fault("raise", env=0)]})
     w.set_params(0, [parts.on_host(0)])
     with pytest.raises(EnvError, match="told to break"):
         w.evaluate(0)
 
 
-def test_a_snapshot_is_copied_out_of_the_object_store():
+def test_a_snapshot_is_copied_out_of_the_object_store(evaluator):
     # aligned as arrays in the object store are, so that JAX could alias it
     raw = np.zeros(4096 + 64, np.uint8)
     start = -raw.ctypes.data % 64
     shared = raw[start : start + 4096].view(np.float32)
-    w = EvalWorker(parts.eval_setup())
+    w = evaluator()
     w.set_params(0, [{"a": shared, "b": (np.ones(2, jax.numpy.bfloat16),)}])
     snapshot = w._snapshots.take()
     assert snapshot is not None

@@ -139,6 +139,7 @@ def test_a_bad_row_stops_or_is_reset(on_error: Any) -> None:
             env.step(action)
         return
     row = env.step(action)
+    assert env.refused_rows == 1
     np.testing.assert_array_equal(row.is_first, [False, True, False])
     assert np.isfinite(row.obs["obs"]).all()
     assert row.reward[1] == 0 > row.reward[0]

@@ -123,6 +123,7 @@ def test_a_rebuilt_environment_begins_anew_and_the_others_go_on(kind: Any, caplo
     assert not unsound(row, env.spec)
     assert len(caplog.records) == 1
     assert caplog.messages[0].startswith("env_rebuilt env=1 id=counting:continuous step=4 reason=")
+    assert (env.refused_rows, sound.refused_rows) == (1, 0)
     np.testing.assert_array_equal(env.step(action()).obs["where"][1], [1, EPISODES_PER_REBUILD, 1])
 
 
@@ -166,6 +167,7 @@ def test_a_rebuild_that_fails_counts_as_one() -> None:
     env.reset()
     assert env.step(np.zeros((1, 1), np.float32)).is_first.all()
     assert made == [0, 1, 2, 3]
+    assert env.refused_rows == 3
 
 
 def test_one_that_cannot_even_close_is_thrown_away_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,6 +195,7 @@ def test_the_counts_of_rebuilds_are_part_of_the_state() -> None:
     state = a.get_state()
     assert state is not None
     b.set_state(state)
+    assert a.refused_rows == b.refused_rows > 0
     assert until_stop(a) == until_stop(b)
 
 

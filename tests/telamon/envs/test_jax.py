@@ -89,7 +89,9 @@ def test_a_repeated_action_stops_at_the_end() -> None:
 def test_a_bad_row_stops_or_is_reset() -> None:
     with pytest.raises(EnvError, match=r"environment 0 \(gymnax:Counter-nan\): reward is nan at step 2 of its episode"):
         steps(make_env("gymnax:Counter-nan", 2, 0), -1, -1)
-    rows = steps(make_env("gymnax:Counter-nan", 2, 0, on_error="rebuild"), -1, -1, -1)
+    env = make_env("gymnax:Counter-nan", 2, 0, on_error="rebuild")
+    rows = steps(env, -1, -1, -1)
+    assert env.refused_rows == 2
     assert rows[2].is_first.all()
     assert not rows[2].is_last.any()
     assert (rows[2].obs["z"] == 0).all()

@@ -141,3 +141,10 @@ def test_a_histogram_of_either_sign_has_no_sum():
     kept.observe(-3)
     family = pages.histogram("telamon_test_return", "Some.", kept.counted)
     assert [(s.labels["le"], s.value) for s in family.samples] == [("-1.0", 1), ("0.0", 1), ("1.0", 1), ("+Inf", 1)]
+    kept.observe(5)
+    kept.observe(0.5)
+    sums = pages.signs("telamon_test_sums", "Some.", kept.counted).samples
+    assert [(s.name, s.labels, s.value) for s in sums] == [
+        ("telamon_test_sums_total", {"sign": "positive"}, 5.5),
+        ("telamon_test_sums_total", {"sign": "negative"}, 3.0),
+    ]
