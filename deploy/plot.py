@@ -96,7 +96,7 @@ def _draw_task(axes: Axes, task: str, runs: Sequence[Run], curve: Curve | None) 
     right = max(right, 1)  # an axis needs an extent when the untrained agent's evaluation is all there is
     if curve is not None:
         right = _draw_published(axes, curve, right)
-    groups = _experiments(runs)
+    groups = [[runs[number] for number in group] for group in experiments([run.config for run in runs])]
     for number, group in enumerate(groups):
         names = "" if len(groups) == 1 else f" ({', '.join(run.path.name for run in group)})"
         who = group[0].config.algorithm + names
@@ -110,16 +110,17 @@ def _draw_task(axes: Axes, task: str, runs: Sequence[Run], curve: Curve | None) 
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize="small", frameon=False)  # covers no curve
 
 
-def _experiments(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs grouped into seeds of one experiment, in the order given: nothing else that counts differs."""
-    groups: list[list[Run]] = []
-    for run in runs:
+def experiments(configs: Sequence[RunConfig]) -> list[list[int]]:
+    """Numbers of runs, grouped into seeds of one experiment, in the order given: nothing else that counts differs."""
+    groups: list[list[int]] = []
+    for number, config in enumerate(configs):
         for group in groups:
-            if not differing_keys(replace(run.config, seed=group[0].config.seed), group[0].config):
-                group.append(run)
+            of_group = configs[group[0]]
+            if not differing_keys(replace(config, seed=of_group.seed), of_group):
+                group.append(number)
                 break
         else:
-            groups.append([run])
+            groups.append([number])
     return groups
 
 
