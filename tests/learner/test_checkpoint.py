@@ -295,6 +295,24 @@ def test_a_save_waits_for_the_one_before(monkeypatch, tmp_path, saver):
     assert [int(load(tmp_path, name).state.count) for name in ("0001", "0002")] == [1, 2]
 
 
+def test_what_was_written_is_counted_from_the_wish_to_the_whole_checkpoint(monkeypatch, tmp_path):
+    now = [100.0]
+    saver = checkpoint.Saver(clock=lambda: now[0])
+    assert saver.saved == checkpoint.Saved(0, 0.0, None)
+    gate = Gate(monkeypatch)
+    saver.save(tmp_path, "0001", tree(1), ARRAYS, META)
+    assert gate.reached.wait(LONG)
+    assert saver.saved.checkpoints == 0
+    now[0] = 103.0
+    gate.opened.set()
+    saver.wait()
+    assert saver.saved == checkpoint.Saved(1, 3.0, 103.0)
+    now[0] = 110.0
+    saver.save(tmp_path, "0002", tree(2), ARRAYS, META)
+    saver.close()
+    assert saver.saved == checkpoint.Saved(2, 3.0, 110.0)
+
+
 @pytest.mark.parametrize("again", ["save", "wait"])
 def test_an_error_arrives_with_the_next_call_and_once(monkeypatch, tmp_path, saver, again):
     def full(*args, **kwargs):
@@ -305,6 +323,7 @@ def test_an_error_arrives_with_the_next_call_and_once(monkeypatch, tmp_path, sav
         saver.save(tmp_path, "0001", tree(1), ARRAYS, META)
         with pytest.raises(OSError, match=r"0001 could not be written .*: No space left"):
             saver.wait() if again == "wait" else saver.save(tmp_path, "0002", tree(2), ARRAYS, META)
+    assert saver.saved.checkpoints == 0
     saver.save(tmp_path, "0003", tree(3), ARRAYS, META)
     saver.wait()
     assert checkpoint.names(tmp_path) == ["0003"]

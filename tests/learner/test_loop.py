@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -18,6 +18,7 @@ import pytest
 from actors.collector import Collector
 from learner import checkpoint, limiter, mesh, update
 from learner.batches import Source
+from learner.checkpoint import Saved
 from learner.limiter import Totals
 from learner.loop import Finished, LearnerSetup, Loop, blank
 from replay_server.store import Store
@@ -543,6 +544,70 @@ def test_status_says_how_it_stands(rig):
     assert found.loop.devices == tuple(str(device) for device in jax.devices())
 
 
+def test_all_of_a_loops_time_is_accounted_for(rig):
+    found = rig(Remembering, due=0, ahead=0)
+    before = time.monotonic()
+    found.loop = found.make()
+    made = time.monotonic()
+
+    def seconds() -> Mapping[str, float]:
+        began = time.monotonic()
+        seconds = found.loop.status().seconds
+        assert began - made - 1e-6 < sum(seconds.values()) < time.monotonic() - before + 1e-6
+        return seconds
+
+    assert [doing for doing, spent in seconds().items() if spent > 0] == ["other"]
+    with found.running():
+        until(lambda: seconds()["rows"] > 0)
+        assert seconds()["compute"] == 0
+        found.gate.ahead = 1000
+        until(lambda: found.loop.status().counters.updates > 10)
+        found.loop.report(1).result(SECONDS)
+    ended = seconds()
+    assert all(spent > 0 for doing, spent in ended.items() if doing != "batch"), ended
+    later = found.loop.status().seconds
+    assert {doing for doing in ended if later[doing] > ended[doing]} == {"other"}
+    beside = asdict(found.loop.status().beside)
+    assert all(spent > 0 for spent in beside.values()), beside
+
+
+def test_a_process_counts_what_it_has_done_itself(rig):
+    found = rig(Remembering, nan_share=0.4, due=20, setup={"max_skipped": 21})
+    first = found.run()
+    status = found.loop.status()
+    assert (status.updates, status.skipped) == (20, first.counters.skipped)
+    found.loop = found.make()
+    second = found.run()
+    status = found.loop.status()
+    assert (second.counters.updates, status.counters.updates, status.updates) == (40, 40, 20)
+    assert 0 < status.skipped == second.counters.skipped - first.counters.skipped
+    assert status.trained_rows == 20 * BATCH * LENGTH
+
+
+def test_a_checkpoint_has_an_age(rig):
+    found = rig(setup={"checkpoint_every": 10}, due=1000, ahead=0)
+    with found.running():
+        until(lambda: found.loop.status().updates > 5)
+        status = found.loop.status()
+        assert (status.saved, status.checkpoint) == (Saved(), None)
+        assert status.checkpoint_age == pytest.approx(sum(status.seconds.values()), abs=60)
+        found.loop.count(10, 1)
+        until(lambda: found.loop.status().checkpoint is not None)
+        status = found.loop.status()
+        assert status.saved.checkpoints == 1
+        life = sum(found.loop.status().seconds.values())
+        assert 0 < status.saved.seconds < life
+        assert 0 < status.checkpoint_age < life - status.saved.seconds
+
+
+def test_devices_are_asked_once_they_are_known(rig, monkeypatch):
+    found = rig(due=1, ahead=0)
+    assert found.loop.device_bytes() == {}
+    found.run()
+    assert found.loop.device_bytes().keys() == {str(device) for device in jax.devices()}
+    assert found.loop.status().devices == len(jax.devices())
+
+
 @pytest.mark.parametrize("kind", [Probe, Remembering])
 def test_a_blank_batch_is_as_a_replay_serves_it(rig, kind):
     found = rig(kind)
@@ -567,3 +632,5 @@ def test_nothing_is_compiled_after_the_first_updates(rig):
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
+    assert found.loop.status().compiled.programs > 0  # the first checkpoint, if all else was compiled by other tests
+    assert found.loop.status().compiled.again == 0

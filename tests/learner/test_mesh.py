@@ -3,6 +3,7 @@ processes (devices.py)."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -26,6 +27,46 @@ from tests.learner.devices import AGENTS, UPDATES, numbers
 SCRIPT = Path(__file__).with_name("devices.py")
 LONG = 1200
 """Seconds after which processes that compile on a busy machine have failed."""
+
+
+# devices
+
+
+def test_what_a_device_holds_follows_its_arrays():
+    name = str(jax.devices()[0])
+    gc.collect()  # what other tests have left
+    before = mesh.device_bytes()[name]["live"]
+    array = jnp.zeros((4096, 4096), jnp.float32).block_until_ready()
+    little = 1 << 20  # for what threads of other tests may still do
+    assert mesh.device_bytes()[name]["live"] == pytest.approx(before + array.nbytes, abs=little)
+    array.delete()
+    assert mesh.device_bytes()[name]["live"] == pytest.approx(before, abs=little)
+
+
+class Card:
+    """A device that tells of its memory."""
+
+    def __init__(self, told: dict[str, int] | None) -> None:
+        self.told = told
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.told
+
+    def __str__(self) -> str:
+        return "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"bytes_in_use": 5, "bytes_limit": 9, "num_allocs": 3}, {"live": 0, "in_use": 5, "limit": 9}),
+        ({"bytes_in_use": 5}, {"live": 0, "in_use": 5}),
+        (None, {"live": 0}),
+    ],
+)
+def test_what_a_device_tells_is_passed_on(monkeypatch, told, expected):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Card(told)])
+    assert mesh.device_bytes() == {"cuda:0": expected}
 
 
 # shardings

@@ -164,10 +164,12 @@ def test_the_time_to_an_answer_is_from_the_publishing(publisher, clock):
     a.answer()
     until(lambda: publisher.status().pushes == 1)
     assert publisher.status().ack_seconds == (1.0, 1.0)
+    assert publisher.status().push_seconds == 1.0
     clock.now = 13.0
     b.answer()
     until(lambda: publisher.status().pushes == 2)
     assert publisher.status().ack_seconds == pytest.approx((2.0, 2.98))
+    assert publisher.status().push_seconds == 1.0 + 3.0
 
 
 def test_what_nobody_needs_is_held_by_nobody(publisher):
