@@ -16,6 +16,7 @@ SUMMARIES = {
     "status": "Say who runs where in a launch, and what each waits for: telamon status RUN",
     "eval": "Evaluate the newest checkpoint of a run, with a video on request: telamon eval RUN",
     "plot": "Draw the learning curves of runs, over published ones on request: telamon plot RUN...",
+    "view": "Show runs on a page for the browser, live, or as one file: telamon view RUN...",
     "envs": "List the environments that can be trained on here",
     "check-env": "Say what an agent would see of an environment, or why it cannot work: telamon check-env ENV",
     "replay": "Serve a replay to actors and learners over gRPC: telamon replay --directory DIR",

@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -261,6 +262,42 @@ def plot(args: list[str]) -> int:
         raise ValueError("no run to plot; name at least one run directory: telamon plot RUN...")
     plot_runs(options.runs, options.out, options.reference)
     Console().print(f"wrote {options.out}", highlight=False)
+    return 0
+
+
+# view
+
+
+@dataclass(frozen=True)
+class View:
+    """What `telamon view` takes."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories; runs that differ only in their seed become one curve."""
+    port: int = 0
+    """Of the page on this machine; 0 for a free one."""
+    out: Path | None = None
+    """Write the page to this .html, with everything in it, instead of serving it."""
+    reference: str | None = None
+    """The published curve to draw underneath, as of `telamon plot`, or none; by default the one that there is."""
+
+
+def view(args: list[str]) -> int:
+    """Serves the page of runs until Ctrl-C, which is its normal end."""
+    from deploy.view import document, rundir, server, static
+
+    options = parse(View, "view", args)
+    runs = rundir.distinct(options.runs)
+    curves = document.references(document.check(runs), options.reference)
+    static.plotly()  # says what to install before anything listens
+    console = Console()
+    if options.out is not None:
+        static.write(runs, curves, options.out)
+        console.print(f"wrote {options.out}", highlight=False, soft_wrap=True)
+        return 0
+    with server.Viewer(runs, curves, options.port) as viewer, suppress(KeyboardInterrupt):
+        console.print(f"{viewer.url}\nCtrl-C ends it.", highlight=False, soft_wrap=True)
+        viewer.serve_forever()
     return 0
 
 
