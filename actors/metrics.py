@@ -111,9 +111,6 @@ class ActorMetrics(Readable):
         self._figures = figures
         registry.register(self)
 
-    def describe(self) -> Iterable[Metric]:
-        return []  # or registering would ask for the figures already
-
     def collect(self) -> Iterable[Metric]:
         figures = self._figures()
         for name, (text, count) in _COUNTERS.items():
@@ -154,9 +151,6 @@ class EvaluatorMetrics(Readable):
     def __init__(self, figures: Callable[[], EvalFigures], registry: CollectorRegistry) -> None:
         self._figures = figures
         registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # or registering would ask for the figures already
 
     def collect(self) -> Iterable[Metric]:
         figures = self._figures()

@@ -105,7 +105,9 @@ def serving(config: ServerConfig, token: str) -> Iterator[Served]:
     limit = machine_memory() if config.memory_limit is None else int(config.memory_limit * 2**30)
     tables = Tables(config.directory, memory_limit=limit, rng=np.random.default_rng())
     with ExitStack() as stack:
-        counts = metrics.Metrics(pages.new_registry(), tables.items)
+        registry = pages.new_registry()
+        metrics.DiskMetrics(config.directory, registry)
+        counts = metrics.Metrics(registry, tables.items)
         server = servicer.Server(tables, token, counts, config.max_calls)
         stack.callback(_close, tables, server)
         address = bind(server, config)

@@ -1,4 +1,4 @@
-"""What a replay server counts, and the page where Prometheus reads it (docs/replay.md lists every name).
+"""What a replay server counts, as Prometheus reads it (docs/metrics.md lists every name).
 
 Rows are counted by their tables, and read when somebody looks; the rest is counted here once per request, never per
 row. Requests are the messages of a streaming call, and unary calls.
@@ -6,29 +6,38 @@ row. Requests are the messages of a streaming call, and unary calls.
 
 from __future__ import annotations
 
+import math
+import shutil
 import threading
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from replay_server.store import Store
 from telamon.replay import Purpose, ReplayStats, TableSpec
 
 SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the latency histogram."""
 AGES = 4 ** np.arange(13)
 """Upper bounds, in rows, of the histogram of ages: 1 to 16.8 million."""
+SERVED = "Windows served; those for reports count for nothing else."
+SERVED_BYTES = "Bytes of the windows served."
 
 
 class Table(Protocol):
     """What a table tells of itself."""
 
-    spec: TableSpec
+    @property
+    def spec(self) -> TableSpec: ...
 
     @property
     def credit(self) -> int: ...
@@ -56,7 +65,7 @@ class Metrics:
         self._clock = clock
         self._calls = Counter(
             "telamon_replay_calls_total",
-            "Calls that have ended, by status code.",
+            "Calls that have ended, by status code; CANCELLED: the client of a stream went away.",
             ["method", "code"],
             registry=registry,
         )
@@ -64,12 +73,17 @@ class Metrics:
             "telamon_replay_open_calls", "Calls in progress: streams that are open.", ["method"], registry=registry
         )
         self._connections = Gauge(
-            "telamon_replay_connections", "Connections with calls in progress.", registry=registry
+            "telamon_replay_connections",
+            "Connections with calls in progress; those over a unix socket count as one.",
+            registry=registry,
         )
         self._peers: Counts[str] = Counts()
         self._peers_lock = threading.Lock()
         self._busy = Gauge(
-            "telamon_replay_busy_requests", "Requests that are being answered.", ["method"], registry=registry
+            "telamon_replay_busy_requests",
+            "Requests that are being answered: the queue. A request is a frame of a stream, or an unary call.",
+            ["method"],
+            registry=registry,
         )
         self._seconds = Histogram(
             "telamon_replay_request_seconds", "From the arrival of a request to its answer.", ["method"],
@@ -83,17 +97,14 @@ class Metrics:
             "telamon_replay_refused_rows_total", "Rows that were sent and not stored, by status code.",
             ["table", "reason"], registry=registry,
         )  # fmt: skip
-        self._windows = Counter(
-            "telamon_replay_sampled_windows_total", "Windows served.", ["table", "purpose"], registry=registry
-        )
-        self._sampled_bytes = Counter(
-            "telamon_replay_sampled_bytes_total", "Bytes of the windows served.", ["table"], registry=registry
-        )
+        self._windows = Counter("telamon_replay_sampled_windows_total", SERVED, ["table", "purpose"], registry=registry)
+        self._sampled_bytes = Counter("telamon_replay_sampled_bytes_total", SERVED_BYTES, ["table"], registry=registry)
         self._unauthenticated = Counter(
             "telamon_replay_unauthenticated_calls_total", "Calls refused for want of the token.", registry=registry
         )
         self._ages = _Ages()
-        registry.register(_TableCollector(tables, self._ages))
+        registry.register(self._ages)
+        TableMetrics(tables, registry)
 
     @contextmanager
     def call(self, method: str, peer: str, code: Callable[[], str]) -> Iterator[None]:
@@ -141,7 +152,7 @@ class Metrics:
         self._unauthenticated.inc()
 
 
-class _Ages:
+class _Ages(Collector):
     """Counts of ages in buckets, by table: a histogram that takes a whole batch at once."""
 
     def __init__(self) -> None:
@@ -156,7 +167,7 @@ class _Ages:
             self._counts[table] = self._counts.get(table, 0) + counts
             self._sums[table] = self._sums.get(table, 0) + total
 
-    def collect(self) -> Metric:
+    def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(
             "telamon_replay_sampled_age_rows", "Rows appended to its environment since a sampled window's first row.",
             labels=["table"],
@@ -166,7 +177,7 @@ class _Ages:
             for table, counts in self._counts.items():
                 cumulative = [float(count) for count in counts.cumsum()]
                 family.add_metric([table], list(zip(bounds, cumulative, strict=True)), self._sums[table])
-        return family
+        yield family
 
 
 _GAUGES: dict[str, tuple[str, Callable[[Table, ReplayStats], float]]] = {
@@ -187,12 +198,12 @@ _COUNTERS: dict[str, tuple[str, Callable[[Table, ReplayStats], float]]] = {
 """Of the table, not of this process: after a restart they go on, after a restore they are those of the mark."""
 
 
-class _TableCollector:
-    """Reads every table when somebody looks."""
+class TableMetrics(Collector):
+    """What tables tell of themselves, in `registry`. tables: (name, table) of every table, asked for at each look."""
 
-    def __init__(self, tables: Callable[[], Iterable[tuple[str, Table]]], ages: _Ages) -> None:
+    def __init__(self, tables: Callable[[], Iterable[tuple[str, Table]]], registry: CollectorRegistry) -> None:
         self._tables = tables
-        self._ages = ages
+        registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         looked = [(name, table, table.stats()) for name, table in self._tables()]
@@ -203,4 +214,59 @@ class _TableCollector:
                 for name, table, stats in looked:
                     family.add_metric([name], value(table, stats))
                 yield family
-        yield self._ages.collect()
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A store that a process keeps for itself, as a table: its environments are all there, its appends never wait."""
+
+    store: Store
+    credit: int = -1
+
+    @property
+    def spec(self) -> TableSpec:
+        return self.store.spec
+
+    @property
+    def num_envs(self) -> int:
+        return self.spec.max_envs
+
+    def stats(self) -> ReplayStats:
+        return self.store.stats()
+
+
+class StoreMetrics(Collector):
+    """Those of a server's table, in `registry`, for a store that this process keeps for itself: as far as it counts.
+
+    name: of the table.
+    """
+
+    def __init__(self, name: str, store: Store, registry: CollectorRegistry) -> None:
+        self._name, self._store = name, store
+        self._window_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in store.served.values())
+        TableMetrics(lambda: [(name, Embedded(store))], registry)
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        served = self._store.stats().sampled_windows
+        windows = CounterMetricFamily("telamon_replay_sampled_windows", SERVED, labels=["table", "purpose"])
+        windows.add_metric([self._name, "train"], served)
+        yield windows
+        sizes = CounterMetricFamily("telamon_replay_sampled_bytes", SERVED_BYTES, labels=["table"])
+        sizes.add_metric([self._name], served * self._window_bytes)
+        yield sizes
+
+
+class DiskMetrics(Collector):
+    """The file system of `directory`, in `registry`."""
+
+    def __init__(self, directory: Path, registry: CollectorRegistry) -> None:
+        self._directory = directory
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        usage = shutil.disk_usage(self._directory)
+        yield GaugeMetricFamily(
+            "telamon_replay_disk_size_bytes", "Of the file system that the rows are on.", value=usage.total
+        )
+        yield GaugeMetricFamily("telamon_replay_disk_free_bytes", "Free there, for this user.", value=usage.free)

@@ -19,7 +19,7 @@ from replay_server.online import OnlineQueue, passed_rows, waiting_windows
 from replay_server.ring import CHUNK_ROWS, Chunk, Ring
 from replay_server.storage import LATENTS, Memory, Storage
 from telamon.data import Rows, RowSpec, Window, WindowSpec, WriteBack, as_dtype, from_columns, to_columns
-from telamon.replay import Purpose, ReplayStats
+from telamon.replay import Purpose, ReplayStats, TableSpec
 
 COUNTERS = ("sampled_windows", "written_back", "stale")
 """Fields of ReplayStats that are counted here."""
@@ -99,6 +99,11 @@ class Store:
         }
         """Column -> (shape, dtype) of its part of one window."""
         self._content = self._index(Ring(columns, num_envs, capacity, storage))
+
+    @property
+    def spec(self) -> TableSpec:
+        ring = self._content.ring
+        return TableSpec(self._row_spec, self._window_spec, ring.capacity, ring.num_envs)
 
     @property
     def head(self) -> np.ndarray:

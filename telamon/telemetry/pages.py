@@ -15,7 +15,7 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 from telamon.telemetry import owners
@@ -30,6 +30,8 @@ PATIENCE = 60.0
 
 def new_registry() -> CollectorRegistry:
     """A registry with what is told of the process itself: `process_resident_memory_bytes`, ..."""
+    # each counter would bring a second series, since when it counts: that of its process
+    disable_created_metrics()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from replay_server import metrics
 from replay_server.config import ServerConfig
-from telamon.data import ArraySpec, RowSpec, WindowSpec
+from replay_server.store import Store
+from telamon.data import ArraySpec, Rows, RowSpec, WindowSpec, to_columns
 from telamon.replay import ReplayStats, TableSpec
+from telamon.telemetry import pages
 
 SPEC = TableSpec(
     RowSpec((("vector", ArraySpec((4,))),), ArraySpec((2,))), WindowSpec(length=4), capacity=100, max_envs=2
@@ -133,15 +137,85 @@ def test_what_only_counts():
     assert page.value("unauthenticated_calls_total") == 1
 
 
-def test_the_operators_page_lists_every_metric_and_option():
-    page = Page(main=FakeTable())
-    named = {family.name for family in page.registry.collect()}
-    text = (Path(__file__).parents[2] / "docs/replay.md").read_text()
-    metrics_part = text.partition("## Metrics")[2]
-    cells = [cell for line in metrics_part.splitlines() if line.startswith("| `") for cell in [line.split("|")[1]]]
-    listed = {
-        f"telamon_replay_{name.removesuffix('_total')}" for cell in cells for name in re.findall(r"`(\w+)`", cell)
+TABLE = {
+    "held_rows", "held_bytes", "full_bytes", "environments", "items", "online_queue_windows", "credit_rows",
+    "appended_rows_total", "appended_bytes_total", "written_back_rows_total", "stale_rows_total",
+}  # fmt: skip
+DISK = {("disk_size_bytes", ()), ("disk_free_bytes", ())}
+
+
+def everything(registry):
+    """(name, labels) of every sample."""
+    return {
+        (s.name.removeprefix("telamon_replay_"), tuple(label for label in s.labels if label != "le"))
+        for family in registry.collect()
+        for s in family.samples
     }
-    assert listed == named
+
+
+def used_page(tmp_path):
+    """A page on which everything has happened."""
+    registry = pages.new_registry()
+    metrics.DiskMetrics(tmp_path, registry)
+    counts = metrics.Metrics(registry, lambda: [("main", FakeTable())])
+    with counts.call("Append", "a", lambda: "OK"), counts.request("Append"):
+        counts.waited_for_credit("main", 1.0)
+        counts.refused("main", "OUT_OF_RANGE", 1)
+        counts.sampled("main", "train", 10, np.array([1]))
+    return registry
+
+
+def test_the_whole_page_of_a_server(tmp_path):
+    expected = {(name, ("table",)) for name in TABLE} | DISK
+    expected |= {(name, ("table",)) for name in ("sampled_bytes_total", "credit_wait_seconds_total")}
+    expected |= {("sampled_windows_total", ("table", "purpose")), ("refused_rows_total", ("table", "reason"))}
+    expected |= {("calls_total", ("method", "code")), ("open_calls", ("method",)), ("busy_requests", ("method",))}
+    expected |= {("connections", ()), ("unauthenticated_calls_total", ())}
+    for name, label in (("sampled_age_rows", "table"), ("request_seconds", "method")):
+        expected |= {(f"{name}_{part}", (label,)) for part in ("bucket", "sum", "count")}
+    found = {sample for sample in everything(used_page(tmp_path)) if not sample[0].startswith("process_")}
+    assert found == expected
+
+
+def test_a_store_of_ones_own_is_shown_as_a_table():
+    store = Store(SPEC.row, SPEC.window, 2, 100, np.random.default_rng(0))
+    registry = CollectorRegistry()
+    metrics.StoreMetrics("run", store, registry)
+    value = lambda name, **labels: registry.get_sample_value(f"telamon_replay_{name}", {"table": "run", **labels})
+    assert everything(registry) == {(name, ("table",)) for name in (*TABLE, "sampled_bytes_total")} | {
+        ("sampled_windows_total", ("table", "purpose"))
+    }
+    assert (value("appended_rows_total"), value("full_bytes"), value("environments")) == (0, SPEC.nbytes, 2)
+    for t in range(8):
+        flags = np.full(2, t == 0), np.full(2, t == 7), np.zeros(2, bool)
+        action = np.zeros((2, 2), np.float32)
+        vector = {"vector": np.zeros((2, 4), np.float32)}
+        store.append(Rows(np.arange(2, dtype=np.int32), vector, np.zeros(2, np.float32), *flags, action, {}))
+    window = store.sample(3)
+    store.sample(5, purpose="report")
+    assert (value("appended_rows_total"), value("held_rows"), value("credit_rows")) == (16, 16, -1)
+    assert value("sampled_windows_total", purpose="train") == 3
+    sizes = sum(column.nbytes for name, column in to_columns(window).items() if name in store.served)
+    assert value("sampled_bytes_total") == sizes > 0
+
+
+def test_the_disk_of_the_rows(tmp_path):
+    registry = CollectorRegistry()
+    metrics.DiskMetrics(tmp_path, registry)
+    size, free = (registry.get_sample_value(f"telamon_replay_disk_{which}_bytes") for which in ("size", "free"))
+    assert size == shutil.disk_usage(tmp_path).total
+    assert 0 < free <= size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
+def test_names_are_as_prometheus_wants_them(tmp_path):
+    text = generate_latest(used_page(tmp_path))
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+def test_the_operators_page_lists_every_option():
+    text = (Path(__file__).parents[2] / "docs/replay.md").read_text()
     options = {f"--{field.name.replace('_', '-')}" for field in fields(ServerConfig)}
     assert options <= set(re.findall(r"--[a-z-]+", text.partition("## Who may call")[0]))

@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 
 import psutil
 import pytest
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from telamon.telemetry import owners, pages
@@ -33,12 +33,14 @@ def samples(text):
 def test_a_page_shows_its_registry_until_its_block_ends():
     registry = pages.new_registry()
     gauge = Gauge("telamon_test_things", "Things.", registry=registry)
+    Counter("telamon_test_calls", "Calls.", registry=registry)
     with pages.serving(registry, "127.0.0.1", 0, "--knob") as url:
         assert url.startswith("http://127.0.0.1:")
         assert url.endswith("/metrics")
         for value in (3, 4):
             gauge.set(value)
-            assert samples(read(url))["telamon_test_things"] == value
+            found = {name: v for name, v in samples(read(url)).items() if name.startswith("telamon")}
+            assert found == {"telamon_test_things": value, "telamon_test_calls_total": 0}
     with pytest.raises(OSError):
         read(url)
     with pages.serving(registry, "127.0.0.1", int(url.split(":")[2].split("/")[0]), "--knob") as again:
