@@ -96,7 +96,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Figures], float]]] = {
 }  # fmt: skip
 _HISTOGRAMS: dict[str, tuple[str, Callable[[Figures], Counted]]] = {
     "episode_return": (
-        "Returns of the episodes that have ended. They may be negative, so the sum is in telamon_actor_returned.",
+        "Returns of the episodes that have ended. They may be negative, so the sum is in telamon_actor_returned_total.",
         lambda f: f.returns,
     ),
     "episode_length_steps": ("Lengths of the episodes that have ended, in agent steps.", lambda f: f.lengths),

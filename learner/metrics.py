@@ -50,7 +50,9 @@ class LimiterMetrics(Collector):
             value=self._config.ratio,
         )  # fmt: skip
         yield GaugeMetricFamily(
-            "telamon_learner_limiter_band_rows", "Bound of the lead, either side.", value=self._config.band
+            "telamon_learner_limiter_band_rows",
+            "Rows that the learner may be ahead of the train ratio, or behind.",
+            value=self._config.band,
         )
         status = self._status()
         if status is None:
@@ -130,9 +132,11 @@ class LearnerMetrics(Collector):
         return family
 
     def _snapshots(self, loop: LoopStatus, published: Published) -> Iterator[Metric]:
-        yield GaugeMetricFamily("telamon_learner_snapshot_version", "Of the newest snapshot.", value=loop.version)
         yield GaugeMetricFamily(
-            "telamon_learner_snapshot_bytes", "Of the newest snapshot.", value=published.snapshot_bytes
+            "telamon_learner_snapshot_version", "Number of the newest snapshot.", value=loop.version
+        )
+        yield GaugeMetricFamily(
+            "telamon_learner_snapshot_bytes", "Size of the newest snapshot.", value=published.snapshot_bytes
         )
         yield CounterMetricFamily(
             "telamon_learner_pushes", "Snapshots that workers have answered for.", value=published.pushes
@@ -169,17 +173,19 @@ def _rows(loop: LoopStatus) -> Values:
 
 _COUNTERS: Mapping[str, tuple[str, Callable[[LoopStatus], float]]] = {
     "updates": ("Updates made by this process, those skipped included.", lambda loop: loop.updates),
-    "skipped_updates": ("Updates that were not finite, and changed nothing.", lambda loop: loop.skipped),
-    "trained_rows": ("Rows that the updates were made on, again each time.", lambda loop: loop.trained_rows),
-    "compilations": ("Programs that XLA compiled, or read from its cache.", lambda loop: loop.compiled.programs),
-    "compilation_seconds": ("Time that this took.", lambda loop: loop.compiled.seconds),
+    "skipped_updates": ("Updates made by this process that were not finite, and changed nothing.",
+                        lambda loop: loop.skipped),
+    "trained_rows": ("Rows that its updates were made on; a row counts each time.", lambda loop: loop.trained_rows),
+    "compilations": ("Programs that XLA has compiled in this process, or read from its cache.",
+                     lambda loop: loop.compiled.programs),
+    "compilation_seconds": ("Time that compiling took, or reading from its cache.", lambda loop: loop.compiled.seconds),
     "recompilations": ("Programs that were compiled while training, under a name that had been compiled before.",
                        lambda loop: loop.compiled.again),
 }  # fmt: skip
 _GAUGES: Mapping[str, tuple[str, Callable[[LoopStatus], float]]] = {
     "run_updates": ("Updates of the run; after a restart those of the checkpoint it goes on from.",
                     lambda loop: loop.counters.updates),
-    "checkpoint_age_seconds": ("Since the newest checkpoint became whole; before the first since the start.",
+    "checkpoint_age_seconds": ("Since the newest checkpoint of this process became whole; before it, since the start.",
                                lambda loop: loop.checkpoint_age),
     "batch_wait_ratio": ("Share of the time waiting for batches, of the time in which there were rows.",
                          lambda loop: loop.batch_wait_ratio),
