@@ -78,6 +78,10 @@ def test_a_learner_and_its_successor(ray_cluster, tmp_path):
         assert "\ntelamon_learner_updates_total " in page
         assert '\ntelamon_learner_limiter_waiting{side="none"}' in page
         assert f"\ntelamon_learner_snapshot_bytes {status.published.snapshot_bytes}.0\n" in page
+        assert "\ntelamon_learner_recompilations_total 0.0\n" in page
+        assert status.loop.compiled.programs > 0  # in a process of its own there is nothing that it could share
+        assert f'\ntelamon_learner_device_bytes{{device="{status.devices[0]}",kind="live"}} ' in page
+        assert status.memory > 1 << 20
 
         os.kill(status.pid, signal.SIGKILL)
         with pytest.raises(ray.exceptions.RayActorError):
