@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -58,6 +58,14 @@ class Figures:
         """Versions between the snapshot that it acts with and the newest one that it was offered."""
         return 0 if self.version is None or self.newest is None else self.newest - self.version
 
+    def since(self, base: Figures) -> Figures:
+        """What was done after `base`. Counters begin at 0 with their process, that of a resumed run too: it may go back
+        a little, which `rate` would take for a beginning at 0."""
+        return replace(self, **{name: getattr(self, name) - getattr(base, name) for name in _COUNTED})
+
+
+_COUNTED = ("ticks", "rows", "resets", "transitions", "episodes", "refused_rows", "lost_rows")
+
 
 def figures_of(source: Collector | Unroll) -> Figures:
     """Those of what acts; what stands around it knows the rest: snapshots, and what became of the rows."""
@@ -90,9 +98,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[Figures], float]]] = {
 }  # fmt: skip
 _GAUGES: dict[str, tuple[str, Callable[[Figures], float]]] = {
     "environments": ("Environments in the batch.", lambda f: f.environments),
-    "snapshot_version": ("Version that it acts with; -1 before the first.",
+    "snapshot_version": ("Version of the snapshot that it acts with; -1 before the first.",
                          lambda f: -1 if f.version is None else f.version),
-    "snapshot_lag_versions": ("Versions by which that is older than the newest one offered.", lambda f: f.lag),
+    "snapshot_lag_versions": ("Versions by which the snapshot that it acts with is older than the newest one offered.",
+                              lambda f: f.lag),
 }  # fmt: skip
 _HISTOGRAMS: dict[str, tuple[str, Callable[[Figures], Counted]]] = {
     "episode_return": (
@@ -121,7 +130,7 @@ class ActorMetrics(Readable):
             yield pages.histogram(f"telamon_actor_{name}", text, counted(figures))
         yield pages.signs(
             "telamon_actor_returned",
-            "Sum of the returns of the episodes that have ended, apart by their sign, each without it.",
+            "Sum of the returns of ended episodes, of positive and of negative ones, both without their sign.",
             figures.returns,
         )
         spent = CounterMetricFamily(
@@ -158,7 +167,10 @@ class EvaluatorMetrics(Readable):
             "telamon_evaluator_evaluations", "Evaluations that were finished.", value=figures.evaluations
         )
         yield SummaryMetricFamily(
-            "telamon_evaluator_evaluation_seconds", "Time that they took.", figures.evaluations, figures.seconds
+            "telamon_evaluator_evaluation_seconds",
+            "Time that finished evaluations took.",
+            figures.evaluations,
+            figures.seconds,
         )
         yield GaugeMetricFamily(
             "telamon_evaluator_snapshot_version",

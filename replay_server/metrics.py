@@ -195,25 +195,63 @@ _COUNTERS: dict[str, tuple[str, Callable[[Table, ReplayStats], float]]] = {
     "written_back_rows": ("Rows whose latents were replaced.", lambda table, stats: stats.written_back),
     "stale_rows": ("Rows of write-backs dropped because they were no longer held.", lambda table, stats: stats.stale),
 }
-"""Of the table, not of this process: after a restart they go on, after a restore they are those of the mark."""
+"""Of the table, not of this process: after a restart they go on."""
+
+
+class _Rising:
+    """Counters that never fall: what a restore takes back from a table is not taken from them, or `rate` would add all
+    that is left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], tuple[float, float]] = {}
+        """(table, counter) -> value at the last look, and what is shown."""
+
+    def begin(self, table: str, counter: str, value: float) -> None:
+        """From now on the counter starts at 0 here, where it is at `value`."""
+        self._seen[table, counter] = value, 0.0
+
+    def look(self, table: str, counter: str, value: float) -> float:
+        """What to show."""
+        with self._lock:
+            last, shown = self._seen.get((table, counter), (0.0, 0.0))
+            shown += max(0.0, value - last)
+            self._seen[table, counter] = value, shown
+            return shown
 
 
 class TableMetrics(Collector):
-    """What tables tell of themselves, in `registry`. tables: (name, table) of every table, asked for at each look."""
+    """What tables tell of themselves, in `registry`. tables: (name, table) of every table, asked for at each look.
 
-    def __init__(self, tables: Callable[[], Iterable[tuple[str, Table]]], registry: CollectorRegistry) -> None:
+    begun: (name, table) of those whose counters are to start at 0 here.
+    """
+
+    def __init__(
+        self,
+        tables: Callable[[], Iterable[tuple[str, Table]]],
+        registry: CollectorRegistry,
+        begun: Iterable[tuple[str, Table]] = (),
+    ) -> None:
         self._tables = tables
+        self._rising = _Rising()
+        for name, table in begun:
+            stats = table.stats()
+            for entry, (_, value) in _COUNTERS.items():
+                self._rising.begin(name, entry, value(table, stats))
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         looked = [(name, table, table.stats()) for name, table in self._tables()]
-        kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
-        for kind, entries in kinds:
-            for entry, (text, value) in entries.items():
-                family = kind(f"telamon_replay_{entry}", text, labels=["table"])
-                for name, table, stats in looked:
-                    family.add_metric([name], value(table, stats))
-                yield family
+        for entry, (text, value) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"telamon_replay_{entry}", text, labels=["table"])
+            for name, table, stats in looked:
+                gauge.add_metric([name], value(table, stats))
+            yield gauge
+        for entry, (text, value) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"telamon_replay_{entry}", text, labels=["table"])
+            for name, table, stats in looked:
+                counter.add_metric([name], self._rising.look(name, entry, value(table, stats)))
+            yield counter
 
 
 @dataclass(frozen=True)
@@ -238,17 +276,19 @@ class Embedded:
 class StoreMetrics(Collector):
     """Those of a server's table, in `registry`, for a store that this process keeps for itself: as far as it counts.
 
-    name: of the table.
+    name: of the table. Counters start at 0 here: what a resumed run goes on from, it may have gone beyond before.
     """
 
     def __init__(self, name: str, store: Store, registry: CollectorRegistry) -> None:
         self._name, self._store = name, store
         self._window_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in store.served.values())
-        TableMetrics(lambda: [(name, Embedded(store))], registry)
+        self._served_before = store.stats().sampled_windows
+        tables = [(name, Embedded(store))]
+        TableMetrics(lambda: tables, registry, begun=tables)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        served = self._store.stats().sampled_windows
+        served = self._store.stats().sampled_windows - self._served_before
         windows = CounterMetricFamily("telamon_replay_sampled_windows", SERVED, labels=["table", "purpose"])
         windows.add_metric([self._name, "train"], served)
         yield windows
@@ -267,6 +307,8 @@ class DiskMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         usage = shutil.disk_usage(self._directory)
         yield GaugeMetricFamily(
-            "telamon_replay_disk_size_bytes", "Of the file system that the rows are on.", value=usage.total
+            "telamon_replay_disk_size_bytes", "Size of the file system that the rows are on.", value=usage.total
         )
-        yield GaugeMetricFamily("telamon_replay_disk_free_bytes", "Free there, for this user.", value=usage.free)
+        yield GaugeMetricFamily(
+            "telamon_replay_disk_free_bytes", "Free bytes of the file system that the rows are on.", value=usage.free
+        )

@@ -127,6 +127,23 @@ def test_figures_of_a_collector():
     assert f == replace(figures_of(c), seconds=f.seconds)
 
 
+def test_figures_since_a_resumption_begin_at_0():
+    base = Figures(ticks=4, rows=8, resets=2, transitions=6, episodes=1, refused_rows=1, lost_rows=2, version=3)
+    f = FIGURES.since(base)
+    assert (f.ticks, f.rows, f.resets, f.transitions, f.episodes, f.refused_rows, f.lost_rows) == (
+        6,
+        12,
+        2,
+        10,
+        2,
+        0,
+        3,
+    )
+    assert f.env_steps == 20
+    assert (f.version, f.environments, f.seconds, f.returns) == (7, 2, FIGURES.seconds, FIGURES.returns)
+    assert samples(page(ActorMetrics, FIGURES.since(FIGURES)))["telamon_actor_env_steps_total",] == 0
+
+
 def test_figures_of_an_unroll():
     jax_envs = pytest.importorskip("telamon.envs.jax", reason="gymnax is not installed")
     env = jax_envs.make("Pendulum-v1", 3, 5, max_steps_in_episode=7)

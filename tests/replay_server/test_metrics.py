@@ -63,6 +63,17 @@ def test_tables_are_read_when_somebody_looks():
     assert page.value("appended_rows_total", table="main") == 501
 
 
+def test_what_a_restore_takes_back_is_not_taken_from_counters():
+    table = FakeTable()
+    page = Page(main=table)
+    shown = []
+    for rows in (500, 510, 300, 310, 320):
+        table.counts = replace(STATS, rows=rows)
+        shown.append(page.value("appended_rows_total", table="main"))
+    assert shown == [500, 510, 510, 520, 530]
+    assert page.value("held_rows", table="main") == 200
+
+
 def test_tables_may_come_later():
     tables = {}
     page = CollectorRegistry()
@@ -195,6 +206,11 @@ def test_a_store_of_ones_own_is_shown_as_a_table():
     store.sample(5, purpose="report")
     assert (value("appended_rows_total"), value("held_rows"), value("credit_rows")) == (16, 16, -1)
     assert value("sampled_windows_total", purpose="train") == 3
+    resumed = CollectorRegistry()
+    metrics.StoreMetrics("run", store, resumed)
+    again = lambda name, **labels: resumed.get_sample_value(f"telamon_replay_{name}", {"table": "run", **labels})
+    assert (again("appended_rows_total"), again("appended_bytes_total"), again("held_rows")) == (0, 0, 16)
+    assert (again("sampled_windows_total", purpose="train"), again("sampled_bytes_total")) == (0, 0)
     sizes = sum(column.nbytes for name, column in to_columns(window).items() if name in store.served)
     assert value("sampled_bytes_total") == sizes > 0
 
