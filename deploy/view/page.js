@@ -3,6 +3,7 @@
 
 const POLL_MILLISECONDS = 2000;
 const FRAME_MILLISECONDS = 12; // of drawing between two frames: the page scrolls while it draws
+const MOST_ALIGNED = 1000; // steps of a mean over seeds
 const RETURNS = ["eval/return", "train/return"];
 const RETURN_NAMES = { "eval/return": "evaluation", "train/return": "training episodes" };
 // Told apart by most eyes, on light and on dark (after Okabe and Ito).
@@ -25,7 +26,7 @@ const SECTIONS = [
 
 // What a metric is measured in, by its name; the first that fits.
 const UNITS = [
-  [/env_steps_per_s$/, "environment steps per second"],
+  [/env_steps_per_s$/, "steps per second"],
   [/updates_per_s$/, "updates per second"],
   [/^time\/.*_ratio$/, "share of the time"],
   [/train_ratio/, "replayed rows per row"],
@@ -45,9 +46,11 @@ const UNITS = [
   [/\/actors$/, "actors"],
 ];
 
+const PURE = /^(loss|learner|report)\//; // numbers without a unit, which a prefix like 50µ would hide
+
 const $ = (id) => document.getElementById(id);
-const whole = (value) => value.toLocaleString("en");
-const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
+const whole = new Intl.NumberFormat("en").format;
+const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 }).format;
 const quiet = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly reads tags in names
 const last = (list) => list[list.length - 1];
 
@@ -141,9 +144,14 @@ function smooth({ x, y }, count) {
   };
 }
 
-/** Curves on one axis, all their steps: between its own points a curve is straight, outside of them it is null. */
+/**
+ * Curves on one axis: their steps, evenly thinned out where they are more than a screen shows. Between its own points a
+ * curve is straight, outside of them it is null.
+ */
 function align(curves) {
-  const x = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+  const steps = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+  const every = curves.length > 1 ? Math.ceil(steps.length / MOST_ALIGNED) : 1;
+  const x = steps.filter((_, i) => i % every === 0 || i === steps.length - 1);
   const rows = curves.map((curve) => {
     let i = 0;
     return x.map((step) => {
@@ -195,7 +203,7 @@ function lines(x, rows, name, rowNames, style) {
     y: mean,
     name: quiet(name),
     showlegend: style.legend,
-    opacity: style.faint ? 0.4 : 1,
+    opacity: style.faint ? 0.5 : 1,
     mode: !style.faint && x.length < 40 ? "lines+markers" : "lines",
     line: { color: style.color, width: style.faint ? 1 : 1.8, dash: style.dash ?? "solid" },
     marker: { size: 5, color: style.color, symbol: style.symbol ?? "circle" },
@@ -268,11 +276,11 @@ function figure(chart) {
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink, size: 12, family: style.fontFamily },
       hovermode: "closest",
-      hoverlabel: { bgcolor: card, bordercolor: faint, font: { color: ink } },
+      hoverlabel: { bgcolor: card, bordercolor: faint, font: { color: ink, family: style.fontFamily } },
       showlegend: layout.showlegend ?? false,
-      legend: { orientation: "h", x: 0, y: -0.18, yanchor: "top", font: { size: 12 } },
+      legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } },
       xaxis: { ...axis, title: words("environment steps"), tickformat: "~s", ...(layout.right ? { range: [0, 1.02 * layout.right] } : { rangemode: "tozero" }) },
-      yaxis: { ...axis, title: words(chart.task ? "return per episode" : unit(chart.key)), ...(share ? { tickformat: ".0%", range: [0, 1.02] } : { exponentformat: "SI", minexponent: 4 }) },
+      yaxis: { ...axis, title: words(chart.task ? "return per episode" : unit(chart.key)), ...(share ? { tickformat: ".0%", range: [0, 1.02] } : { exponentformat: chart.key && PURE.test(chart.key) ? "e" : "SI", minexponent: 4 }) },
     },
   ];
 }
@@ -590,23 +598,19 @@ function fresh(text, kind) {
   $("fresh").className = kind;
 }
 
-async function ask() {
+/** What is new; null where nobody answers, or only half. */
+async function news() {
   const have = new URLSearchParams(runs.map((run) => ["have", run.have]));
-  const response = await fetch(`data?${have}`, { cache: "no-store" });
-  if (!response.ok) throw new TypeError(`the server says ${response.status}`);
-  const told = await response.json();
-  take(told);
-  fresh(`live, ${new Date(1000 * told.seconds).toLocaleTimeString()}`, "live");
+  const answer = fetch(`data?${have}`, { cache: "no-store" });
+  return answer.then((response) => (response.ok ? response.json() : null)).catch(() => null);
 }
 
 async function follow() {
   if (!document.hidden) {
-    try {
-      await ask();
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // what fetch throws when nobody answers
-      fresh("the server has gone; start telamon view again", "gone");
-    }
+    const told = await news();
+    if (told) take(told);
+    if (told) fresh(`live, ${new Date(1000 * told.seconds).toLocaleTimeString()}`, "live");
+    else fresh("the server has gone; start telamon view again", "gone");
   }
   setTimeout(follow, POLL_MILLISECONDS);
 }
