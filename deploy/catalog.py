@@ -62,10 +62,9 @@ the one role `train`; its page shows the families of actor, learner, replay and 
 rise while their process lives, and begin at 0 with the next one. `rate` and `increase` know that: ask for them, and sum
 afterwards. What was counted between the last scrape and the death of a process is lost. Two kinds go on where they
 were: `telamon_driver_*`, which is of the run and not of one driver, and what a replay server says of a table, which is
-of the table (restoring a mark sets it back). `telamon_learner_run_updates` is of the run, too: a gauge, as it goes back
-with the checkpoint that a learner goes on from. Returns may be negative, and a sum that falls would look like a new
-beginning: their histogram has `_bucket` alone, and their sum is the difference of `telamon_actor_returned_total` by
-`sign`.
+of the table. `telamon_learner_run_updates` is of the run, too: a gauge, as it goes back with the checkpoint that a
+learner goes on from. Returns may be negative, and a sum that falls would look like a new beginning: their histogram has
+`_bucket` alone, and their sum is the difference of `telamon_actor_returned_total` by `sign`.
 
 **Seconds by what they went to** (`doing`) of an actor and a learner are all that their loop has: at each scrape they
 add up to its life, what it is in the middle of included. `rate` makes shares of them. What threads did meanwhile is in

@@ -41,9 +41,6 @@ class LimiterMetrics(Collector):
         self._status, self._config = status, config
         registry.register(self)
 
-    def describe(self) -> Iterable[Metric]:
-        return []  # or registering would ask for the status already
-
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
             "telamon_learner_asked_replayed_rows_per_inserted_row", "The train ratio that is asked for.",
@@ -100,9 +97,6 @@ class LearnerMetrics(Collector):
     ) -> None:
         self._loop, self._device_bytes, self._published = loop, device_bytes, published
         registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # or registering would ask for the status already
 
     def collect(self) -> Iterable[Metric]:
         loop = self._loop()
