@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from prometheus_client import Gauge
+from prometheus_client import Gauge, generate_latest
 
 from deploy import catalog
 from deploy.discovery import ROLES
+from telamon.telemetry import pages
+from tests.waiting import SECONDS
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"(?<![\w:])telamon_\w+(?![\w:])")
@@ -44,6 +48,18 @@ def test_a_family_says_what_it_is(role, family):
     assert not {"run", "role", "part", "instance", "job"} & family.labels.keys() or family.name.startswith(
         "telamon_driver_"
     ), "these are labels of the target"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus, which CI installs")
+@pytest.mark.parametrize("role", catalog.SAMPLES)
+def test_prometheus_has_nothing_against_a_page(role):
+    registry = pages.new_registry()
+    catalog.SAMPLES[role](registry)
+    found = subprocess.run(
+        ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
 
 
 def test_no_two_pages_share_a_name():
