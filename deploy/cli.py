@@ -13,7 +13,7 @@ SUMMARIES = {
     "train": "Train an agent on one machine, in one process: telamon train ALGORITHM ENV [options]",
     "launch": "Train the same way on a cluster, one machine included: telamon launch ALGORITHM ENV [options]",
     "scale": "Change the number of rollout workers of a running launch: telamon scale RUN --actors N",
-    "status": "Say who runs where in a launch, and what each waits for: telamon status RUN",
+    "status": "Show how a run stands, who runs where and what each waits for: telamon status RUN",
     "eval": "Evaluate the newest checkpoint of a run, with a video on request: telamon eval RUN",
     "plot": "Draw the learning curves of runs, over published ones on request: telamon plot RUN...",
     "view": "Show runs on a page for the browser, live, or as one file: telamon view RUN...",

@@ -172,14 +172,19 @@ class Status:
     """What `telamon status` takes."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """The run directory of a `telamon launch`."""
+    """A run directory."""
+    once: bool = False
+    """Print it once, as where stdout is no terminal, instead of again and again until the run ends or Ctrl-C."""
 
 
 def status(args: list[str]) -> int:
-    """Prints who runs where and what each waits for; 0 while the run is alive, 1 when it is not."""
-    options = parse(Status, "status", args)
-    found = running.read(options.run)
-    Console().print(running.screen(found))
+    """Shows who runs where and what each waits for; 0 while the run is alive, 1 when it is not."""
+    options, console = parse(Status, "status", args), Console()
+    if console.file.isatty() and not options.once:  # the file is asked: FORCE_COLOR makes rich call any a terminal
+        found = running.watch(options.run, console)
+    else:
+        found = running.read(options.run)
+        console.print(running.screen(found, options.run))
     return 0 if found.alive else 1
 
 

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -32,9 +32,11 @@ from actors.collector import Collector, Episode, jit_act
 from actors.evaluate import Stopped, evaluate
 from actors.watchdog import watch
 from deploy import config as configs
-from deploy import openloop
+from deploy import openloop, running
 from deploy.config import RunConfig, make_agent
 from deploy.files import alone_in
+from deploy.shares import Shares
+from deploy.standing import Standing
 from learner import checkpoint, update
 from learner.batches import fresh_latents
 from replay_server.store import Store, table_bytes
@@ -46,6 +48,7 @@ from telamon.keys import Stream, generator, stream
 from telamon.replay import Replay, TableSpec
 from telamon.telemetry.live import LiveView
 from telamon.telemetry.logs import setup_logging
+from telamon.telemetry.stopwatch import Stopwatch
 from telamon.telemetry.writer import MetricsWriter
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ EMPTY = "empty"
 """Mark of a replay service's table before the first row of a run."""
 OWN_MARK = re.compile(rf"\d{{12}}-\d{{12}}|{EMPTY}")
 """Names of the marks that a run makes; a service may make others."""
+Doing = Literal["rows", "batch", "compute", "write_back", "evaluation", "report", "checkpoint", "other"]
+"""What the loop does; `rows`: a tick of the environments, `batch`: a draw from the replay."""
 REPORTS = "report"
 """Where in a run directory the pictures of reports are."""
 
@@ -227,6 +232,7 @@ class Run:
         self.clock = Clock()
         """Where a TrainRatio stands."""
         self.collector = Collector(agent, env, self.replay, config.seed, self.counters)
+        self.stopwatch = Stopwatch[Doing](get_args(Doing), "other")
         self.state = update.init(agent, stream(config.seed, Stream.INIT))
         self._update = update.make_update(agent)
         self._report = update.make_report(agent)
@@ -259,18 +265,22 @@ class Run:
 
         Raises NonFiniteUpdate after too many in a row that were skipped.
         """
+        self.stopwatch.now("batch")
         window = self.replay.sample(self.agent.batch_size)
+        self.stopwatch.now("compute")
         index = np.uint32(self.counters.updates)
         self.state, outcome = self._update(self.state, window, self._update_key, index)
         self.metrics = outcome.metrics
         self.counters.updates += 1
         # waits for the device, so that Ctrl-C is answered at once in the middle of a burst too
         streak = int(outcome.streak)
+        self.stopwatch.now("write_back")
         if streak > 0:
             self.counters.skipped = int(outcome.skipped)
             update.check_streak(self.counters.updates, streak, self.metrics, self.config.max_skipped)
         elif outcome.write_back is not None:
             self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, outcome.write_back))
+        self.stopwatch.now("other")
 
     def evaluation_due(self) -> bool:
         """Every `eval.every` environment steps, from step 0 on."""
@@ -310,10 +320,12 @@ class Run:
 
     def tick(self) -> list[Episode]:
         """One row of every environment; returns the episodes that ended."""
+        self.stopwatch.now("rows")
         random = self.agent.acts_at_random and self.counters.updates == 0
         episodes = self.collector.tick(None if random else self.agent.acting_params(self.state.train))
         if isinstance(self.schedule, TrainRatio):
             self.clock = self.schedule.tick(self.clock, self.config.env.num)
+        self.stopwatch.now("other")
         return episodes
 
     # checkpoints
@@ -325,6 +337,7 @@ class Run:
         name = f"{self.counters.rows:012d}-{self.counters.updates:012d}"
         if name == self._checkpoint:
             return
+        self.stopwatch.now("checkpoint")
         self.replay.mark(name)
         arrays = {**self.collector.get_state(), **{f"metrics/{k}": np.asarray(v) for k, v in self.metrics.items()}}
         meta = {
@@ -346,6 +359,7 @@ class Run:
         for mark in set(self.replay.marks()) - set(kept):
             if OWN_MARK.fullmatch(mark):
                 self.replay.forget(mark)
+        self.stopwatch.now("other")
         log.info("event=checkpoint path=%s updates=%d", path, self.counters.updates)
 
     def begin(self, resume: bool) -> None:
@@ -418,6 +432,7 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
     random_phase = run.agent.acts_at_random
     unable: set[str] = set()  # what was said to be missing
     rate = time.monotonic(), run.env_steps, run.counters.updates
+    acting, rest = Shares(), Shares()
     while not stopped():
         due = run.updates_due()
         if due > 0:
@@ -427,20 +442,25 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
         elif run.evaluation_due():
             status("evaluate", f"evaluating {config.eval.episodes} episodes")
             started = time.monotonic()
+            run.stopwatch.now("evaluation")
             try:
                 evaluated = run.evaluate(stopped)
             except Stopped:
                 continue
+            finally:
+                run.stopwatch.now("other")
             write({**evaluated, "time/evaluation_seconds": time.monotonic() - started})
         elif run.report_due():
             status("report", "reporting")
             started = time.monotonic()
+            run.stopwatch.now("report")
             found = run.report()
             missing = openloop.show(found, run.env_steps, run.run_dir / REPORTS, writer, config.report.keep)
             for sentence in missing - unable:
                 log.warning("event=report_incomplete reason=%r", sentence)
             unable |= missing
             losses = {f"report/{k}": float(v) for k, v in found.losses.items()}
+            run.stopwatch.now("other")
             write({**losses, "time/report_seconds": time.monotonic() - started})
         elif run.metrics and run.progress.due("logged", config.log_every, run.env_steps):
             run.progress.logged = run.env_steps
@@ -451,7 +471,10 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
                 "time/updates_per_s": (run.counters.updates - rate[2]) / seconds,
             }
             rate = now, run.env_steps, run.counters.updates
-            write({**named(run.metrics), **counts(run), **speed})
+            spent = {"actors": acting.since({"": run.collector.stopwatch.seconds}),
+                     "learner": rest.since({"": run.stopwatch.seconds})}  # fmt: skip
+            shares = {f"time/{who}_{what}_ratio": s for who, found in spent.items() for what, s in found.items()}
+            write({**named(run.metrics), **counts(run), **speed, **shares})
         elif run.progress.due("saved", config.checkpoint.every, run.env_steps):
             run.progress.saved = run.env_steps
             run.metrics_length = writer.length
@@ -517,20 +540,22 @@ def check_run_dir(config: RunConfig, run_dir: Path, resume: bool) -> None:
 def execute(run: Run, resume: bool, console: Console, stopped: Callable[[], bool]) -> bool:
     """From the start or the last checkpoint to the end (True) or to `stopped()` (False), and one more checkpoint."""
     config = run.config
-    if resume and (name := run.restore()) is not None:
-        console.print(f"resumed from checkpoint {name}: {run.env_steps:,} env steps", highlight=False)
-    else:
-        run.begin(resume)
-    resume_length = run.metrics_length if resume else None
-    with (
-        MetricsWriter(run.run_dir, resume_length) as writer,
-        LiveView(f"{config.algorithm} on {config.task}", config.steps, console) as live,
-    ):
-        finished = loop(run, writer, live, stopped)
-        live.update(env_steps=run.env_steps, updates=run.counters.updates, status="writing the last checkpoint")
-        run.metrics_length = writer.length
-        run.save()
-        live.update(status="done" if finished else "stopped")
+    live = LiveView(f"{config.algorithm} on {config.task}", config.steps, console)
+    with running.telling(run.run_dir, Standing(run, live.progress).status) as teller:
+        if resume and (name := run.restore()) is not None:
+            console.print(f"resumed from checkpoint {name}: {run.env_steps:,} env steps", highlight=False)
+        else:
+            run.begin(resume)
+        resume_length = run.metrics_length if resume else None
+        with MetricsWriter(run.run_dir, resume_length) as writer, live:
+            teller.state = "running"
+            finished = loop(run, writer, live, stopped)
+            teller.state = "stopping"
+            live.update(env_steps=run.env_steps, updates=run.counters.updates, status="writing the last checkpoint")
+            run.metrics_length = writer.length
+            run.save()
+            live.update(status="done" if finished else "stopped")
+        teller.state = "finished" if finished else "stopped"
     log.info("event=stop finished=%s env_steps=%d updates=%d", finished, run.env_steps, run.counters.updates)
     return finished
 

@@ -1,4 +1,5 @@
-"""What the screen says of each part of a cluster: where it runs, what it does or waits for, what it has done."""
+"""What the screen says of each part of a cluster: where it runs, what it does or waits for, what it has done; and who
+waits for whom."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ DOING: Mapping[Doing, str] = {
     "snapshot": "waits for a snapshot",
 }
 """What a worker does, in words."""
+NOTABLE = 0.05
+"""Share of the time that a side must have waited for the screen to say so."""
 STARTING, AGAIN = "starting", "starting again"
 
 
@@ -33,7 +36,10 @@ def learner(status: LearnerStatus | None, starts: int, ratio: float) -> Part:
         numbers += f", train ratio {loop.limiter.run_ratio:.4g} of {ratio:.4g}"
     if loop.updates:
         numbers += f", waited {loop.batch_wait_ratio:.0%} for batches"
-    return Part("learner", _where(status.host, status.pid), _learns(loop.stage, loop.limiter), numbers)
+    return Part(
+        "learner", _where(status.host, status.pid), _learns(loop.stage, loop.limiter), numbers,
+        counts={"updates": loop.counters.updates}, memory=status.memory,
+    )  # fmt: skip
 
 
 def _learns(stage: str, limiter: LimiterStatus | None) -> str:
@@ -51,8 +57,11 @@ def actor(name: str, status: WorkerStatus | None) -> Part:
     f = status.figures
     numbers = f"{f.rows:,} rows, {f.episodes:,} episodes"
     if f.version is not None:
-        numbers += f", snapshot {f.version}" + (f" ({f.lag} behind)" if f.lag else "")
-    return Part(name, _where(status.host, status.pid), DOING[f.doing], numbers)
+        numbers += f", snapshot {f.version}"
+    return Part(
+        name, _where(status.host, status.pid), DOING[f.doing], numbers,
+        counts={"rows": f.rows}, lag=None if f.version is None else f.lag, memory=status.memory,
+    )  # fmt: skip
 
 
 def shard(name: str, status: ShardStatus | None, starts: int) -> Part:
@@ -62,7 +71,8 @@ def shard(name: str, status: ShardStatus | None, starts: int) -> Part:
     if status.pid is None:
         return Part(name, status.host, AGAIN)
     again = f", started {status.starts} times" if status.starts > 1 else ""
-    return Part(name, _where(status.host, status.pid), "serves", f"at {status.address}{again}")
+    where = _where(status.host, status.pid)
+    return Part(name, where, "serves", f"at {status.address}{again}", memory=status.memory)
 
 
 def evaluator(status: WorkerStatus | None, evaluated: int | None, busy: bool) -> Part:
@@ -71,7 +81,27 @@ def evaluator(status: WorkerStatus | None, evaluated: int | None, busy: bool) ->
         return Part("evaluator", "", STARTING)
     now = "evaluates" if busy else "waits for its turn"
     last = "" if evaluated is None else f"last at {evaluated:,} env steps"
-    return Part("evaluator", _where(status.host, status.pid), now, last)
+    return Part("evaluator", _where(status.host, status.pid), now, last, memory=status.memory)
+
+
+def waiting(status: LearnerStatus | None) -> dict[str, float]:
+    """Seconds that each side has waited for the other: counters, of which the driver knows the speed."""
+    found = None if status is None else status.loop.limiter
+    return {} if found is None else {"learner": found.waits.learner, "writers": found.waits.writers}
+
+
+def waits(status: LearnerStatus | None, shares: Mapping[str, float]) -> str:
+    """Who waits for whom, in a sentence. shares: what `waiting` came to per second lately."""
+    if status is None:
+        return "everybody waits for the learner, which starts"
+    if status.loop.limiter is None or status.loop.stage not in ("training", "waiting for rows"):
+        return f"the learner is {status.loop.stage}"
+    learner, writers = (min(1.0, shares.get(side, 0.0)) for side in ("learner", "writers"))
+    if max(learner, writers) < NOTABLE:
+        return "neither side waits for the other"
+    if learner >= writers:
+        return f"the learner waits for rows, {learner:.0%} of the time (the actors for the learner: {writers:.0%})"
+    return f"the actors wait for the learner, {writers:.0%} of the time (the learner for rows: {learner:.0%})"
 
 
 def _where(host: str, pid: int) -> str:

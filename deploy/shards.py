@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from telamon.rpc.security import TOKEN_VARIABLE
 from telamon.telemetry.logs import LogBuffer, setup_buffer
+from telamon.telemetry.process import resident_bytes
 
 LOG = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class ShardStatus:
     """How often a server has served."""
     log: tuple[str, ...]
     """What the servers and the keeper have said since the last status."""
+    memory: int | None = None
+    """Resident bytes of the server; None while it is down."""
 
 
 class Keeper:
@@ -99,8 +103,12 @@ class Keeper:
     def status(self) -> ShardStatus:
         process = self._process
         pid = None if process is None or process.poll() is not None else process.pid
+        memory = None
+        if pid is not None:
+            with suppress(OSError):  # it has ended since
+                memory = resident_bytes(pid)
         return ShardStatus(
-            self._address, socket.gethostname(), pid, self._metrics, self._starts, tuple(self._log.drain())
+            self._address, socket.gethostname(), pid, self._metrics, self._starts, tuple(self._log.drain()), memory
         )
 
     def close(self) -> None:

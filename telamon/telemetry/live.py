@@ -10,11 +10,11 @@ import math
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -29,7 +29,10 @@ LINE_SECONDS = 15.0
 """Shortest time between two lines where stdout is no terminal."""
 RATE_SECONDS = 30.0
 """Rates are means over about this long: shorter ones jump with every episode's end."""
-PANEL_WIDTH = 100
+PANEL_WIDTH, PARTS_WIDTH = 100, 150
+"""Columns at most, of a panel of one process and of one with many."""
+MOST_ALIKE = 8
+"""Parts of one kind that are shown apart."""
 MARGIN = 3
 """Columns left free beside the panel: the terminal's own "^C" fits there and moves no line."""
 RETURNS = {"return": "train/return", "eval": "eval/return"}
@@ -38,7 +41,7 @@ RETURNS = {"return": "train/return", "eval": "eval/return"}
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a cluster, as its run's screen shows it."""
+    """One process of a run, as its screen shows it."""
 
     name: str
     """`learner`, `actor-3`, `shard-0`, ..."""
@@ -48,16 +51,14 @@ class Part:
     """What it does or waits for."""
     numbers: str = ""
     """What it has done, in short."""
-
-
-def parts_table(parts: Sequence[Part]) -> Table:
-    """Who runs where, what each waits for."""
-    table = Table.grid(padding=(0, 2))
-    for style in ("bold", "dim", "yellow", ""):
-        table.add_column(style=style, overflow="fold")
-    for part in parts:
-        table.add_row(part.name, part.where, part.now, part.numbers)
-    return table
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What it counts, by name: rows, updates, ... They begin again with the process."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """What that came to per second lately; those that are not known yet are left out."""
+    lag: int | None = None
+    """Versions by which the snapshot that it acts with is older than the newest one; None where it has none."""
+    memory: int | None = None
+    """Resident bytes; None where they are not known."""
 
 
 class Rate:
@@ -67,12 +68,100 @@ class Rate:
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, count: float, now: float) -> float:
-        """Notes the counter's value at `now` seconds; returns its change per second, NaN before a second has passed."""
+        """Notes the counter's value at `now` seconds; returns its change per second, NaN before a second has passed.
+
+        A counter that goes back has begun again.
+        """
+        if self._points and count < self._points[-1][1]:
+            self._points.clear()
         self._points.append((now, count))
         while len(self._points) > 2 and now - self._points[1][0] >= RATE_SECONDS:
             self._points.popleft()
         then, base = self._points[0]
         return (count - base) / (now - then) if now - then >= 1.0 else math.nan
+
+
+class Rates:
+    """Speeds of counters by name."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, Rate] = {}
+
+    def add(self, counts: Mapping[str, float], now: float, of: str = "") -> dict[str, float]:
+        """Notes counters of `of` at `now` seconds; their change per second, without those that are not known yet."""
+        found = {name: self._rates.setdefault(f"{of} {name}", Rate()).add(c, now) for name, c in counts.items()}
+        return {name: rate for name, rate in found.items() if not math.isnan(rate)}
+
+    def of_parts(self, parts: Sequence[Part], now: float) -> list[Part]:
+        """The parts with their speeds."""
+        return [replace(part, rates=self.add(part.counts, now, part.name)) for part in parts]
+
+
+def summarised(parts: Sequence[Part], most: int = MOST_ALIKE) -> list[Part]:
+    """The parts, with one line for those beyond the first `most` of a kind, where at least two are."""
+    kinds: dict[str, list[Part]] = {}
+    for part in parts:
+        kinds.setdefault(part.name.rstrip("-0123456789"), []).append(part)
+    found: list[Part] = []
+    for kind, alike in kinds.items():
+        shown, rest = (alike, []) if len(alike) <= most + 1 else (alike[:most], alike[most:])
+        found += [*shown, *([_together(f"{len(rest)} more {kind}s", rest)] if rest else [])]
+    return found
+
+
+def _together(name: str, parts: Sequence[Part]) -> Part:
+    doing = Counter(part.now for part in parts)
+    rates: Counter[str] = Counter()
+    for part in parts:
+        rates.update(part.rates)
+    return Part(
+        name,
+        "",
+        ", ".join(f"{count} {now}" for now, count in doing.most_common()),
+        rates=dict(rates),
+        lag=max((part.lag for part in parts if part.lag is not None), default=None),
+        memory=sum(part.memory or 0 for part in parts) or None,
+    )
+
+
+_COLUMNS: Mapping[str, tuple[str, Literal["left", "right"], Callable[[Part], str]]] = {
+    "part": ("bold", "left", lambda part: part.name),
+    "where": ("dim", "left", lambda part: part.where),
+    "now": ("yellow", "left", lambda part: part.now),
+    "speed": ("", "right", lambda part: "  ".join(f"{speed(rate)} {name}/s" for name, rate in part.rates.items())),
+    "lag": ("", "right", lambda part: "" if part.lag is None else str(part.lag)),
+    "memory": ("", "right", lambda part: "" if part.memory is None else size(part.memory)),
+    "done": ("", "left", lambda part: part.numbers),
+}
+"""Heading -> style, side, text."""
+
+
+def parts_table(parts: Sequence[Part]) -> Table:
+    """Who runs where, what each waits for, how fast it is. Columns of which nothing is known are left out."""
+    shown = {heading: column for heading, column in _COLUMNS.items() if any(column[2](part) for part in parts)}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading, (style, side, _) in shown.items():
+        table.add_column(heading, style=style, justify=side, overflow="fold")
+    for part in parts:
+        table.add_row(*(Text(text(part)) for _, _, text in shown.values()))
+    return table
+
+
+def speed(rate: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{rate:,.0f}" if rate >= 99.95 else f"{rate:.3g}"
+
+
+def size(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"
 
 
 @dataclass
@@ -110,8 +199,8 @@ class Progress:
 def facts(progress: Progress) -> list[tuple[str, str]]:
     """The rows of the panel and the parts of the line: (label, text), what is unknown left out."""
     p = progress
-    left = "" if math.isnan(p.seconds_left) else f"  {_duration(p.seconds_left)} left"
-    rows = [("time", f"{_duration(p.elapsed)} elapsed{left}")]
+    left = "" if math.isnan(p.seconds_left) else f"  {duration(p.seconds_left)} left"
+    rows = [("time", f"{duration(p.elapsed)} elapsed{left}")]
     if not math.isnan(p.env_steps_rate):
         rows.append(("speed", f"{p.env_steps_rate:,.1f} env steps/s  {p.updates_rate:,.1f} updates/s"))
     rows.append(("updates", f"{p.updates:,}"))
@@ -148,7 +237,7 @@ def panel(progress: Progress, width: int) -> Panel:
     body.add_row(rows)
     if progress.parts:
         body.add_row("")
-        body.add_row(parts_table(progress.parts))
+        body.add_row(parts_table(summarised(progress.parts)))
     for note in progress.notes:
         body.add_row(Text(note, style="dim"))
     return Panel(body, title=Text(progress.title), title_align="left", width=width)
@@ -210,6 +299,11 @@ class LiveView:
         if news or self._clock() - self._drawn >= self._interval:
             self._draw()
 
+    @property
+    def progress(self) -> Progress:
+        """What it was told so far; another thread may look."""
+        return self._progress
+
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
@@ -242,7 +336,8 @@ class LiveView:
                 for note in p.notes:
                     self._print(f"  {note}")
         else:
-            self._live.update(panel(p, min(PANEL_WIDTH, self._console.width - MARGIN)), refresh=True)
+            widest = PARTS_WIDTH if p.parts else PANEL_WIDTH
+            self._live.update(panel(p, min(widest, self._console.width - MARGIN)), refresh=True)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -254,10 +349,3 @@ def _words(status: str) -> str:
 
 def _percent(progress: Progress) -> str:
     return f"{100 * progress.env_steps / progress.total:.0f}%"
-
-
-def _duration(seconds: float) -> str:
-    """h:mm:ss."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}"

@@ -6,6 +6,8 @@ import io
 import json
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.console import Console
 from deploy import running
 from deploy.running import Request, RunStatus
 from telamon.telemetry.live import Part
+from tests.waiting import until
 
 
 def status(**changed) -> RunStatus:
@@ -22,10 +25,15 @@ def status(**changed) -> RunStatus:
                         **changed})  # fmt: skip
 
 
-def text(found: RunStatus) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(running.screen(found))
+def text(found: RunStatus, run_dir: Path = Path("nowhere")) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(running.screen(found, run_dir))
     return console.file.getvalue()
+
+
+def rows(shown: str) -> dict[str, str]:
+    """First word of a line -> the rest of it."""
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines() if line.strip()}
 
 
 def test_a_status_is_what_was_written(tmp_path):
@@ -64,7 +72,7 @@ def test_a_damaged_request_is_refused(tmp_path, content):
 
 def test_no_launch_at_all(tmp_path):
     assert running.requested(tmp_path) is None
-    with pytest.raises(FileNotFoundError, match="no `telamon launch` has run there"):
+    with pytest.raises(FileNotFoundError, match="nothing has been trained there"):
         running.read(tmp_path)
 
 
@@ -93,3 +101,109 @@ def test_a_request_that_nobody_answers(tmp_path):
     running.write(status(), tmp_path)
     with pytest.raises(TimeoutError, match="--timeout"):
         running.ask(tmp_path, 3, timeout=0.0)
+
+
+def test_a_status_of_an_older_version_is_read(tmp_path):
+    running.write(status(), tmp_path)
+    path = tmp_path / running.STATUS_FILE
+    values = json.loads(path.read_text())
+    for new in ("rates", "waits", "command"):
+        del values[new]
+    for part in values["parts"]:
+        for new in ("counts", "rates", "lag", "memory"):
+            del part[new]
+    path.write_text(json.dumps(values))
+    found = running.read(tmp_path)
+    assert found.command == "launch"
+    assert [part.name for part in found.parts] == ["learner", "actor-0"]
+    assert "here pid 1" in text(found)
+
+
+def test_the_screen_says_how_fast_how_well_and_who_waits(tmp_path):
+    (tmp_path / "checkpoints" / "000000001000-000000000007").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "000000000500-000000000003").mkdir()
+    parts = [
+        Part("learner", "here pid 1", "training", "12 updates", rates={"updates": 3.456}, memory=3 * 2**29),
+        Part("actor-0", "there pid 2", "acts", rates={"rows": 1234.5}, lag=2, memory=2**27),
+    ]
+    numbers = {"env_steps": 1000.0, "asked_env_steps": 2000.0, "train/return": 12.34, "eval/return": -5.0}
+    found = status(
+        parts=parts, numbers=numbers, rates={"env_steps": 100.0, "updates": 3.456},
+        waits="the learner waits for rows",
+    )  # fmt: skip
+    said = rows(text(found, tmp_path))
+    assert said["state"].startswith("running, as of ")
+    assert said["speed"] == "100 env steps/s 3.46 updates/s 0:00:10 left"
+    assert said["return"] == "12.3 in training -5.0 in evaluation"
+    assert said["checkpoint"].startswith("000000001000-000000000007, written 0:0")
+    assert said["waits"] == "the learner waits for rows"
+    assert said["part"] == "where now speed lag memory done"
+    assert said["learner"] == "here pid 1 training 3.46 updates/s 1.50 GiB 12 updates"
+    assert said["actor-0"] == "there pid 2 acts 1,234 rows/s 2 128 MiB"
+    over = rows(text(replace(found, state="finished"), tmp_path))
+    assert over["state"].startswith("finished 0:00:")
+    assert over.keys() & {"speed", "waits"} == set()
+
+
+def test_a_run_without_workers_cannot_be_scaled(tmp_path):
+    running.write(status(command="train"), tmp_path)
+    with pytest.raises(RuntimeError, match="is a run of `telamon train`, which has no workers"):
+        running.ask(tmp_path, 3, timeout=0.0)
+    assert running.requested(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "state"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "stopped")]
+)
+def test_a_run_tells_how_it_stands_until_it_has_ended(tmp_path, raised, state):
+    told = []
+
+    def make(state):
+        told.append(state)
+        return status(state=state, command="train")
+
+    def run():
+        with running.telling(tmp_path, make, seconds=0.01) as teller:
+            assert running.read(tmp_path).state == "starting"
+            teller.state = "running"
+            until(lambda: told.count("running") > 2)
+            assert running.read(tmp_path).alive
+            if raised is not None:
+                raise raised
+            teller.state = "finished"
+
+    if raised is None:
+        run()
+    else:
+        with pytest.raises(raised):
+            run()
+    assert told[-1] == running.read(tmp_path).state == state
+
+
+def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(running, "replace_text", fail)
+    with running.telling(tmp_path, lambda state: status(state=state), seconds=60) as teller:
+        teller.state = "finished"
+    assert caplog.text.count("event=status_not_written error='no space left'") == 2
+
+
+def test_somebody_who_watches_sees_it_change_until_it_ends(tmp_path):
+    turns = iter([status(summary="two"), status(state="finished", summary="three")])
+    running.write(status(summary="one"), tmp_path)
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True)
+    last = running.watch(tmp_path, console, sleep=lambda seconds: running.write(next(turns), tmp_path))
+    assert last.state == "finished"
+    shown = out.getvalue()
+    assert shown.index("one") < shown.index("two") < shown.index("three")
+
+
+def test_ctrl_c_ends_the_watching_alone(tmp_path):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    running.write(status(), tmp_path)
+    assert running.watch(tmp_path, Console(file=io.StringIO()), sleep=interrupted).alive

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from telamon.telemetry.live import LINE_SECONDS, PANEL_SECONDS, RATE_SECONDS, LiveView, Part, Rate
+from telamon.telemetry.live import (
+    LINE_SECONDS,
+    PANEL_SECONDS,
+    RATE_SECONDS,
+    LiveView,
+    Part,
+    Rate,
+    Rates,
+    parts_table,
+    size,
+    speed,
+    summarised,
+)
 from tests.waiting import SECONDS
 
 
@@ -170,6 +182,50 @@ def test_rate_is_the_mean_over_its_window():
     for second in range(3, 3 + int(RATE_SECONDS)):
         last = rate.add(20 + 5 * (second - 2), float(second))
     assert last == 5.0  # the faster start has left the window
+
+
+def test_a_counter_that_goes_back_has_begun_again():
+    rate = Rate()
+    rate.add(1000, 0.0)
+    assert rate.add(1100, 10.0) == 10.0
+    assert rate.add(5, 11.0) != rate.add(5, 11.0)  # NaN: a process that was started again
+    assert rate.add(25, 13.0) == 10.0
+
+
+def test_parts_get_their_speeds():
+    rates = Rates()
+    before = [Part("actor-0", "here", "acts", counts={"rows": 10}), Part("actor-1", "here", "acts")]
+    after = [Part("actor-0", "here", "acts", counts={"rows": 30}), Part("actor-1", "here", "acts")]
+    assert [part.rates for part in rates.of_parts(before, 0.0)] == [{}, {}]
+    assert [part.rates for part in rates.of_parts(after, 4.0)] == [{"rows": 5.0}, {}]
+
+
+def actors(count, now="acts"):
+    return [Part(f"actor-{i}", f"pid {i}", now, rates={"rows": 2.0}, lag=i, memory=2**20) for i in range(count)]
+
+
+def test_many_of_a_kind_are_summed_up():
+    learner = Part("learner", "pid 9", "training")
+    assert summarised([learner, *actors(4)], most=3) == [learner, *actors(4)]  # one line for one would save none
+    *shown, rest, shard = summarised([learner, *actors(6), *actors(3, "waits")[:2], Part("shard-0", "", "serves")], 3)
+    assert shown == [learner, *actors(3)]
+    assert shard.name == "shard-0"
+    assert rest == Part("5 more actors", "", "3 acts, 2 waits", rates={"rows": 10.0}, lag=5, memory=5 * 2**20)
+
+
+def test_a_table_has_the_columns_of_which_something_is_known():
+    def headings(*parts):
+        return [str(column.header) for column in parts_table(parts).columns]
+
+    assert headings(Part("a", "here", "acts")) == ["part", "where", "now"]
+    assert headings(Part("a", "here", "acts"), Part("b", "", "", "7 rows", lag=0)) == [
+        "part", "where", "now", "lag", "done",
+    ]  # fmt: skip
+
+
+def test_numbers_are_short():
+    assert [speed(x) for x in (0.01234, 3.456, 99.94, 99.96, 12345.6)] == ["0.0123", "3.46", "99.9", "100", "12,346"]
+    assert [size(x) for x in (2**20, 3 * 2**29)] == ["1 MiB", "1.50 GiB"]
 
 
 def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
