@@ -17,13 +17,14 @@ import shutil
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import jax
 import ray
@@ -50,19 +51,21 @@ from actors.pool import (
 from actors.worker import GROUPS as ACTOR_GROUPS
 from actors.worker import EvalSetup, EvalWorker, RolloutWorker, WorkerSetup, describe
 from deploy import config as configs
-from deploy import loading, local, openloop, running, screen
+from deploy import discovery, loading, local, metrics, openloop, running, screen
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
+from deploy.discovery import Target, Targets
 from deploy.files import alone_in, replace_text
 from deploy.plan import Plan, make_plan
 from deploy.shards import ShardActor, ShardSetup
+from deploy.shares import Shares
 from learner import checkpoint, limiter
 from learner.loop import LearnerSetup
 from learner.worker import GROUPS as LEARNER_GROUPS
-from learner.worker import LearnerWorker
+from learner.worker import LearnerStatus, LearnerWorker
 from telamon.data import EnvSpec
 from telamon.envs.base import BatchedEnv
 from telamon.rpc.security import Endpoint
-from telamon.telemetry.live import LiveView, Part
+from telamon.telemetry.live import LiveView, Part, Rates
 from telamon.telemetry.logs import PartLogs, setup_logging
 from telamon.telemetry.writer import METRICS_FILE, MetricsWriter, read_metrics
 
@@ -75,7 +78,6 @@ DRIVER_FILE = "driver.json"
 """What the driver must still know after it was killed."""
 TOKEN_FILE = "token"
 """Of mode 0600: the bearer token of the run's replay servers."""
-TARGETS_FILE = Path("prometheus") / "targets.json"
 LOOPBACK = "127.0.0.1"
 TABLE = "run"
 REPLAY_RESOURCE = "replay"
@@ -99,6 +101,8 @@ CALLS, CALLS_PER_WRITER = 64, 3
 """In progress at once that a shard answers: of the learner and whoever looks, and of each worker."""
 ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
+RATED = ("env_steps", "updates", "rows")
+"""Numbers of a run whose speed is told."""
 RAY_ATTEMPTS = 5
 SHORT_FOLDER, TEMPORARY = "/tmp", "telamon-ray-"
 
@@ -234,7 +238,7 @@ class Kept:
         """What it said last; None since it was started."""
         self.result: Any = None
         """Of its job; None while that goes on."""
-        self.starts = 0
+        self.starts = self.deaths = 0
         self._start, self._job, self._restarts, self._clock = start, job, Restarts(policy), clock
         self._working: Any = None
         self._asked: Any = None
@@ -263,6 +267,7 @@ class Kept:
     def died(self, reason: str) -> None:
         """Books a death; the next start is due after a pause. Raises PartFailed where it was one too many."""
         now = self._clock()
+        self.deaths += 1
         self.kill()
         self._start_at = now + pause_after(self._restarts, self.name, reason, now)
 
@@ -325,6 +330,8 @@ class Memory:
     """Environment steps of the last evaluation; None before the first."""
     reported: int = 0
     logged: int = 0
+    restarts: dict[str, int] = field(default_factory=dict)
+    """Role -> deaths of parts."""
     shards: list[str] = field(default_factory=list)
     """Address of the node that has each shard's files."""
 
@@ -400,8 +407,20 @@ class Launch:
         self._session, self._token = session, token
         self._host = LOOPBACK if session.own else session.address
         self._policy = RestartPolicy(budget=cluster.restarts)
-        self._known: dict[str, str] = {}
-        """Part -> URL of its metrics."""
+        self.targets = Targets(run_dir)
+        self.page: str | None = None
+        """URL of the driver's own metrics."""
+        self.figures = metrics.RunFigures(
+            config.algorithm, config.task, config.seed, version("telamon"), run_dir, config.steps
+        )
+        """How the run stood when it was last looked at: its page is read in another thread."""
+        self._returns: dict[str, float] = {}
+        self._deaths = Counter(self.memory.restarts)
+        """Role -> deaths of parts under earlier drivers, and of workers."""
+        self._served: dict[tuple[int, int], int] = {}
+        """(shard, start of its keeper) -> servers that it has started."""
+        self._said: Counter[str] = Counter()
+        """Level -> lines of parts."""
         self._request: running.Request | None = running.requested(run_dir)
         self._refusal: str | None = None
         self._told: Mapping[str, Any] = {}
@@ -429,6 +448,11 @@ class Launch:
         self._heard: Any = None
         """The learner's last status that was taken in."""
         self._looked_at = -math.inf
+        self._actors_spent, self._learner_spent = Shares(), Shares()
+        """By what, between two lines of metrics."""
+        self._rates = Rates()
+        self._counted = time.monotonic(), 0, 0
+        """When the last of them was written, environment steps and updates then."""
         self.shards = [
             Kept(f"shard-{i}", partial(self._start_shard, i), "open", self._policy)
             for i in range(cluster.replay_shards)
@@ -588,6 +612,7 @@ class Launch:
             make_agent=partial(make_agent, config, self.agent.env),
             make_env=partial(build_env, config, config.eval.episodes, Path.cwd()),
             env_timeout=config.env.timeout,
+            metrics_host=LOOPBACK if self._session.own else None,
         )
         self._evaluation = None
         return self._acting(EvalWorker, setup.name).remote(setup)
@@ -662,6 +687,8 @@ class Launch:
     def _poll_shards(self) -> None:
         for i, shard in enumerate(self.shards):
             self._write_log(shard.name, shard.poll())
+            if shard.status is not None:
+                self._served[i, shard.starts] = shard.status.starts
             found = None if shard.status is None else shard.status.address
             if found is not None and found != self._addresses[i]:
                 before, self._addresses[i] = self._addresses[i], found
@@ -717,7 +744,9 @@ class Launch:
                     LOG.warning(
                         "event=rows_dropped part=%s reason='its shard did not take its last rows in time'", name
                     )
-                case Died() | Left():
+                case Died():
+                    self._deaths["actor"] += 1
+                case Left():
                     pass  # the pool has said so
         return episodes
 
@@ -738,8 +767,10 @@ class Launch:
     def _write_log(self, name: str, lines: Sequence[str]) -> None:
         self.logs.write(name, lines)
         for line in lines:
-            if "level=WARNING" in line or "level=ERROR" in line:
-                LOG.warning("event=part_says part=%s line=%r", name, line)
+            for level in ("WARNING", "ERROR"):
+                if f"level={level}" in line:
+                    self._said[level] += 1
+                    LOG.warning("event=part_says part=%s line=%r", name, line)
 
     @property
     def transitions(self) -> int:
@@ -764,6 +795,7 @@ class Launch:
         self._report(writer)
         self._log(writer, live)
         self._obey()
+        self._look_at_itself()
         self.memory.save(self.run_dir)
         self._write_targets()
         self.show(live)
@@ -772,6 +804,7 @@ class Launch:
         """Adds a line to the record of the run."""
         writer.write(self.env_steps, metrics)
         live.update(metrics=metrics)
+        self._returns |= {of: metrics[f"{of}/return"] for of in ("train", "eval") if f"{of}/return" in metrics}
 
     def _due(self, last: int | None, every: int) -> bool:
         """Whether a multiple of `every` environment steps was passed since."""
@@ -839,7 +872,20 @@ class Launch:
             line["cluster/train_ratio"] = loop.limiter.run_ratio
             line["cluster/train_ratio_minute"] = loop.limiter.recent_ratio
         self._lag = 0
-        self.write(writer, live, line)
+        self.write(writer, live, line | self._times(status))
+
+    def _times(self, learner: LearnerStatus) -> dict[str, float]:
+        """Speed, and what workers and learner spent their time on, since the last line."""
+        (then, steps, updates), now = self._counted, time.monotonic()
+        self._counted = now, self.env_steps, learner.loop.counters.updates
+        found = {}
+        if updates and now > then:  # in the first line a learner may have made many updates in its life before
+            found["time/env_steps_per_s"] = (self.env_steps - steps) / (now - then)
+            found["time/updates_per_s"] = (learner.loop.counters.updates - updates) / (now - then)
+        spent = {n: s.figures.seconds for n, s in self.pool.statuses().items() if s is not None and s.figures.seconds}
+        actors, alone = self._actors_spent.since(spent), self._learner_spent.since({"learner": learner.loop.seconds})
+        found |= {f"time/actors_{thing}_ratio": share for thing, share in actors.items()}
+        return found | {f"time/learner_{thing}_ratio": share for thing, share in alone.items()}
 
     def _obey(self) -> None:
         """Takes a new number of workers from whoever has written one into the run directory."""
@@ -865,30 +911,51 @@ class Launch:
         self.pool.resize(request.actors)
 
     def _write_targets(self) -> None:
-        """Addresses of the metrics of all parts, as Prometheus discovers them in files, whenever they change."""
-        found = {shard.name: shard.status.metrics for shard in self.shards if shard.status is not None}
-        found |= {name: status.metrics for name, status in self.pool.statuses().items() if status is not None}
-        if self.learner.status is not None:
-            found["learner"] = self.learner.status.metrics
-        pages = {name: url for name, url in found.items() if url is not None}
-        if pages == self._known:
-            return
-        self._known = pages
-        path = self.run_dir / TARGETS_FILE
-        path.parent.mkdir(exist_ok=True)
-        groups = [
-            {"targets": [urlsplit(url).netloc], "labels": {"part": name, "run": self.run_dir.name}}
-            for name, url in sorted(pages.items())
-        ]
-        replace_text(path, json.dumps(groups, indent=1))
+        """Who has a page for Prometheus, and where."""
+        statuses = {("replay", shard.name): shard.status for shard in self.shards}
+        statuses |= {("actor", name): status for name, status in self.pool.statuses().items()}
+        statuses |= {("learner", "learner"): self.learner.status, ("evaluator", "evaluator"): self.evaluator.status}
+        urls = {key: status.metrics for key, status in statuses.items() if status is not None}
+        urls["driver", "driver"] = self.page
+        self.targets.update(Target(role, part, url) for (role, part), url in urls.items() if url is not None)
+
+    def restarts(self) -> dict[str, int]:
+        """Role -> deaths of parts in this run."""
+        found = self._deaths.copy()
+        found["learner"] += self.learner.deaths
+        found["evaluator"] += self.evaluator.deaths
+        found["replay"] += sum(shard.deaths for shard in self.shards)
+        found["replay"] += sum(starts - 1 for starts in self._served.values() if starts)
+        return dict(found)
+
+    def _look_at_itself(self) -> None:
+        """What the page of metrics says from now on, and what the next driver must know."""
+        learners, evaluates = self.cluster.learners, int(self.config.eval.every > 0)
+        wanted = {"actor": self.pool.size, "learner": learners, "replay": len(self.shards), "evaluator": evaluates}
+        serving = [shard for shard in self.shards if shard.status is not None and shard.status.pid is not None]
+        learning = 0 if self.learner.status is None else 1 + len(self._followers)
+        self.memory.restarts = self.restarts()
+        self.figures = replace(
+            self.figures, state=self.state, env_steps=self.env_steps, rows=self.rows, episodes=self.memory.episodes,
+            returns=dict(self._returns), evaluated=self.memory.evaluated, wanted=wanted,
+            running={"actor": self.pool.running, "learner": learning, "replay": len(serving),
+                     "evaluator": int(self.evaluator.status is not None)},
+            restarts=self.memory.restarts, log_lines=dict(self._said),
+        )  # fmt: skip
 
     # what somebody sees
 
     def show(self, live: LiveView) -> None:
         """The screen and the status file."""
-        parts, notes = self.parts(), self.notes()
+        now = time.monotonic()
+        parts, notes = self._rates.of_parts(self.parts(), now), self.notes()
+        waiting = screen.waiting(self.learner.status, self.pool.statuses().values())
+        waits = screen.waits(self.learner.status, self._rates.add(waiting, now, "waits"))
+        numbers = self.numbers()
+        rates = self._rates.add({k: v for k, v in numbers.items() if k in RATED}, now, "run")
         updates = 0 if self.learner.status is None else self.learner.status.loop.counters.updates
-        live.update(env_steps=self.env_steps, updates=updates, status=self.state, parts=parts, notes=notes)
+        live.update(env_steps=self.env_steps, updates=updates, status=self.state, parts=parts,
+                    notes=[waits, *notes] if waits else notes)  # fmt: skip
         status = running.RunStatus(
             seconds=time.time(),
             state=self.state,
@@ -898,14 +965,17 @@ class Launch:
             notes=notes,
             control=None if self._request is None else self._request.id,
             refusal=self._refusal,
-            numbers=self.numbers(),
+            numbers=numbers,
+            rates=rates,
+            waits=waits,
         )
         running.write(status, self.run_dir)
 
     def numbers(self) -> dict[str, float]:
         """What a script may want to know."""
         found: dict[str, float] = {
-            "env_steps": self.env_steps, "rows": self.rows, "resets": self.memory.resets,
+            "env_steps": self.env_steps, "asked_env_steps": self.config.steps, "rows": self.rows,
+            "resets": self.memory.resets, **{f"{of}/return": value for of, value in self._returns.items()},
             "version": self.memory.version, "actors_running": self.pool.running,
         }  # fmt: skip
         counters = None
@@ -938,8 +1008,9 @@ class Launch:
     def notes(self) -> list[str]:
         """Where everything is."""
         found = [f"logs {self.run_dir / 'logs'}; scale with: telamon scale {self.run_dir} --actors N"]
-        if "learner" in self._known:
-            found.append(f"metrics {self._known['learner']} (learner); all of them: {self.run_dir / TARGETS_FILE}")
+        if self.page is not None:
+            targets = self.page.removesuffix("/metrics") + discovery.PATH
+            found.append(f"metrics {self.page}; all pages: {targets}, {self.run_dir / discovery.TARGETS_FILE}")
         return found
 
     # to the end
@@ -981,6 +1052,7 @@ class Launch:
         while done and self._evaluation is not None and time.monotonic() < deadline:
             self._once(writer, live)
         self.state = "finished" if done else "stopped"
+        self._look_at_itself()
         self.show(live)
         self.memory.save(self.run_dir)
         closing = [shard.handle.close.remote() for shard in self.shards if shard.handle is not None]
@@ -1040,6 +1112,8 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
             local.memory(config, run.agent, cluster.actors * config.env.num)
         if not resume:
             stack.enter_context(alone_in(run_dir))
+        host = LOOPBACK if session.own else session.address
+        run.page = stack.enter_context(metrics.serving(lambda: run.figures, run.targets, host, cluster.metrics_port))
         prepare(run, token)
         console.print(
             f"{cluster.actors} workers of {config.env.num} environments, {cluster.replay_shards} replay shards; each "

@@ -4,7 +4,7 @@ waits for whom."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from actors.collector import Doing
 from actors.worker import WorkerStatus
@@ -84,10 +84,12 @@ def evaluator(status: WorkerStatus | None, evaluated: int | None, busy: bool) ->
     return Part("evaluator", _where(status.host, status.pid), now, last, memory=status.memory)
 
 
-def waiting(status: LearnerStatus | None) -> dict[str, float]:
-    """Seconds that each side has waited for the other: counters, of which the driver knows the speed."""
-    found = None if status is None else status.loop.limiter
-    return {} if found is None else {"learner": found.waits.learner, "writers": found.waits.writers}
+def waiting(learner: LearnerStatus | None, workers: Iterable[WorkerStatus | None]) -> dict[str, float]:
+    """Seconds that each side has waited for the other: counters, of which the driver knows the speed. A worker's is the
+    mean over all."""
+    found = {} if learner is None else {"learner": learner.loop.seconds.get("rows", 0.0)}
+    spent = [worker.figures.seconds["replay"] for worker in workers if worker is not None and worker.figures.seconds]
+    return found | ({"writers": sum(spent) / len(spent)} if spent else {})
 
 
 def waits(status: LearnerStatus | None, shares: Mapping[str, float]) -> str:
@@ -96,12 +98,12 @@ def waits(status: LearnerStatus | None, shares: Mapping[str, float]) -> str:
         return "everybody waits for the learner, which starts"
     if status.loop.limiter is None or status.loop.stage not in ("training", "waiting for rows"):
         return f"the learner is {status.loop.stage}"
-    learner, writers = (min(1.0, shares.get(side, 0.0)) for side in ("learner", "writers"))
+    learner, writers = (min(1.0, max(0.0, shares.get(side, 0.0))) for side in ("learner", "writers"))
     if max(learner, writers) < NOTABLE:
         return "neither side waits for the other"
     if learner >= writers:
-        return f"the learner waits for rows, {learner:.0%} of the time (the actors for the learner: {writers:.0%})"
-    return f"the actors wait for the learner, {writers:.0%} of the time (the learner for rows: {learner:.0%})"
+        return f"the learner waits for rows, {learner:.0%} of the time (the actors for it or the replay: {writers:.0%})"
+    return f"the actors wait for the learner or the replay, {writers:.0%} of the time (it for rows: {learner:.0%})"
 
 
 def _where(host: str, pid: int) -> str:

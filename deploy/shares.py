@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 
 class Shares:
     """The shares of one kind of part."""
 
     def __init__(self) -> None:
-        self._before: Mapping[str, Mapping[str, float]] = {}
+        self._before: Mapping[str, Mapping[Any, float]] = {}
 
-    def since(self, spent: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    def since(self, spent: Mapping[str, Mapping[Any, float]]) -> dict[str, float]:
         """Thing -> share of the time since the last call, 0 to 1, over all parts; empty where no time has passed.
 
-        spent: part -> thing -> seconds in its life. A part that was started again counts from its start.
+        spent: part -> thing, a word -> seconds in its life. A part that was started again counts from its start.
         """
         total: Counter[str] = Counter()
         for part, seconds in spent.items():

@@ -25,7 +25,7 @@ from actors.metrics import Figures
 from actors.pool import RestartPolicy
 from actors.rollout import Piece
 from actors.worker import Closed, Evaluated, WorkerStatus
-from deploy import cluster, running
+from deploy import cluster, discovery, running
 from deploy import config as configs
 from deploy.cluster import Kept, Launch, Memory, PartFailed, Session
 from deploy.config import ClusterConfig, EvalConfig, ReplayConfig, ReportConfig, RunConfig
@@ -867,19 +867,86 @@ def test_a_request_of_an_earlier_driver_is_not_carried_out(run):
 
 def test_the_addresses_of_metrics_are_where_prometheus_finds_them(fake, run):
     here = run(actors=2).begin()
-    path = here.run_dir / cluster.TARGETS_FILE
+    path = here.run_dir / discovery.TARGETS_FILE
     assert not path.exists()
+    here.launch.page = "http://127.0.0.1:90/metrics"
     here.learner.always["status"] = replace(learner_status(0), metrics="http://127.0.0.1:91/metrics")
     here.worker(1).always["status"] = replace(WORKER, metrics="http://127.0.0.1:92/metrics")
     here.turns(3)
-    targets = {group["labels"]["part"]: group["targets"] for group in json.loads(path.read_text())}
-    assert targets == {"learner": ["127.0.0.1:91"], "actor-1": ["127.0.0.1:92"]}
-    assert json.loads(path.read_text())[0]["labels"]["run"] == here.run_dir.name
-    assert "metrics http://127.0.0.1:91/metrics (learner)" in here.status().notes[1]
+    groups = json.loads(path.read_text())
+    targets = {group["labels"]["part"]: group["targets"] for group in groups}
+    assert targets == {"driver": ["127.0.0.1:90"], "learner": ["127.0.0.1:91"], "actor-1": ["127.0.0.1:92"]}
+    assert groups[0]["labels"] == {
+        "run": str(here.run_dir), "role": "actor", "part": "actor-1", "instance": "actor-1"
+    }  # fmt: skip
+    assert json.loads(here.launch.targets.text()) == groups
+    assert "metrics http://127.0.0.1:90/metrics; all pages: http://127.0.0.1:90/targets" in here.status().notes[1]
     shard = fake.of("ShardActor")[0]
     shard.always["status"] = replace(shard.always["status"], metrics="http://127.0.0.1:93/metrics")
     here.turns(2)
-    assert {group["labels"]["part"] for group in json.loads(path.read_text())} == {"learner", "actor-1", "shard-0"}
+    assert {group["labels"]["part"] for group in json.loads(path.read_text())} == {*targets, "shard-0"}
+
+
+def test_deaths_are_counted_by_role_over_all_drivers(fake, run):
+    here = run(actors=2).begin()
+    here.worker(1).die()
+    here.learner.die()
+    shard = fake.of("ShardActor")[0]
+    shard.always["status"] = replace(shard.always["status"], starts=3)  # its keeper has started two more servers
+    here.turns(3)
+    counted = {"actor": 1, "learner": 1, "replay": 2, "evaluator": 0}
+    assert here.launch.figures.restarts == counted
+    again = run(actors=2).begin()
+    assert again.launch.figures.restarts == counted
+    again.worker(0).die()
+    again.turns(2)
+    assert again.launch.figures.restarts == {**counted, "actor": 2}
+
+
+def test_figures_of_the_run(fake, run):
+    here = run(actors=2, config=EVALUATING).begin(learner_status(70))
+    figures = here.launch.figures
+    assert (figures.state, figures.env_steps, figures.rows) == ("running", here.launch.env_steps, 70)
+    assert figures.asked_env_steps == CONFIG.steps
+    assert figures.wanted == {"actor": 2, "learner": 1, "replay": 1, "evaluator": 1}
+    assert figures.running["learner"] == figures.running["replay"] == 1
+    assert figures.returns == {}
+    here.launch.write(here.writer, here.live, {"train/return": 3.0, "train/length": 5})
+    said = ("level=WARNING logger=x event=a", "level=INFO logger=x event=b", "level=ERROR logger=x event=c")
+    here.learner.always["status"] = replace(learner_status(70), log=said)
+    here.turns(3)
+    assert here.launch.figures.returns == {"train": 3.0}
+    assert here.launch.figures.log_lines["WARNING"] == here.launch.figures.log_lines["ERROR"] > 0
+
+
+def test_lines_of_metrics_say_what_the_time_went_to(fake, run):
+    config = replace(CONFIG, log_every=10)
+    loop = {"metrics": {"consistency_loss": 1.0}, "counters": Counters(rows=40, updates=5)}
+    here = run(actors=2, config=config).begin()
+    spent = {"acting": 1.0, "environment": 3.0, "replay": 0.0}
+    here.worker(1).always["status"] = replace(WORKER, figures=Figures(seconds=spent))
+    here.learner.always["status"] = learner_status(**{"rows": 40, **loop, "seconds": {"rows": 3.0, "compute": 1.0}})
+    here.turns(3)
+    here.learner.always["status"] = learner_status(**{"rows": 90, **loop, "counters": Counters(rows=90, updates=25),
+                                                      "seconds": {"rows": 3.0, "compute": 2.0}})  # fmt: skip
+    here.turns(3)
+    first, second = (line for line in read_metrics(here.run_dir) if "counters/updates" in line)
+    assert "time/updates_per_s" not in first  # of a life before, perhaps
+    assert second["time/updates_per_s"] > 0
+    assert (first["time/learner_rows_ratio"], second["time/learner_rows_ratio"]) == (0.75, 0.0)
+    assert second["time/learner_compute_ratio"] == 1.0
+    assert first["time/actors_environment_ratio"] == 0.75
+    assert "time/actors_environment_ratio" not in second  # no time has passed for them
+
+
+def test_the_status_says_who_waits(fake, run):
+    here = run(actors=2)
+    here.launch.show(here.live)
+    assert here.status().waits == "everybody waits for the learner, which starts"
+    here.begin(learner_status(0, stage="compiling"))
+    assert here.status().waits == "the learner is compiling"
+    assert here.status().waits in here.live.progress.notes
+    assert here.status().numbers["asked_env_steps"] == CONFIG.steps
 
 
 # the end
