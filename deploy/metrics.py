@@ -126,5 +126,5 @@ def serving(figures: Callable[[], RunFigures], targets: discovery.Targets, host:
     registry = pages.new_registry()
     DriverMetrics(figures, targets.counts, registry)
     documents = {discovery.PATH: targets.text}
-    with pages.serving(registry, host, port, "--cluster.metrics-port", documents) as url:
+    with pages.serving(registry, host, port, "--metrics-port", documents) as url:
         yield url
