@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
-import subprocess
 from dataclasses import replace
 from typing import get_args
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from actors.collector import LENGTHS, RETURNS, Collector, Doing
 from actors.metrics import ActorMetrics, EvalFigures, EvaluatorMetrics, Figures, figures_of
@@ -165,12 +163,3 @@ def test_the_time_from_the_offer_of_a_snapshot_to_its_use():
         snapshots.offer(Snapshot(version, "params"))
         snapshots.take()
     assert snapshots.waited.counted == kept(DELAYS, (0.5, 10.002 - 10.0))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
-@pytest.mark.parametrize(("metrics", "figures"), [(ActorMetrics, FIGURES), (EvaluatorMetrics, EVALUATED)])
-def test_names_are_as_prometheus_wants_them(metrics, figures):
-    text = generate_latest(page(metrics, figures))
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
-    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

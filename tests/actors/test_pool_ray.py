@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -195,6 +196,9 @@ def test_the_evaluator_evaluates_while_snapshots_arrive(ray_cluster):
         status = ray.get(worker.status.remote())
         assert (status.name, status.figures.version) == ("evaluator", 5)
         assert status.pid != os.getpid()
+        assert status.memory > 2**20
+        with urllib.request.urlopen(status.metrics, timeout=SECONDS) as page:
+            assert b"telamon_evaluator_evaluations_total 1.0" in page.read()
     finally:
         ray.kill(worker)
 
