@@ -47,8 +47,8 @@ INTRODUCTION = """\
 Made by `python -m deploy.catalog > docs/metrics.md` from what the pages show; a test keeps it true.
 
 **Where.** Every process of a run serves a page, `http://HOST:PORT/metrics`, on a free port unless it was told another:
-`--metrics-port` of `telamon launch` (the driver's), of `telamon train` (a run of one process has a page only with it) and
-of `telamon replay`. A port that is taken is refused with the name of its owner.
+`--metrics-port` of `telamon launch` (the driver's), of `telamon train` (which has a page only with it) and of
+`telamon replay`. A port that is taken is refused with the name of its owner.
 Prometheus finds the pages of a run in `RUN/prometheus/targets.json` (`file_sd_configs`), or asks the driver's page for
 `/targets` (`http_sd_configs`); both say the same, and follow what is started again elsewhere.
 
