@@ -8,12 +8,16 @@ const RETURNS = ["eval/return", "train/return"];
 const RETURN_NAMES = { "eval/return": "evaluation", "train/return": "training episodes" };
 // Told apart by most eyes, on light and on dark (after Okabe and Ito).
 const COLORS = ["#2a78c2", "#d9772b", "#2e9e74", "#b8559e", "#c2a014", "#5aa9d6", "#c04a41", "#7b6cc4"];
+const LEGENDS = {
+  below: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom" },
+  right: { traceorder: "reversed" }, // as they lie on each other
+};
 const CONFIG = { displayModeBar: false, responsive: true };
 
 // In this order; a metric belongs to the first section that takes it.
 const SECTIONS = [
   { title: "Speed", takes: /^time\/.*_per_s$/, open: true, empty: "No speed yet: it comes with the first losses." },
-  { title: "Waiting shares", takes: /^time\/.*_ratio$/, open: true, empty: "" },
+  { title: "What the time goes to", takes: /^time\/.*_ratio$/, open: true, empty: "", grid: "medium" },
   { title: "Losses", takes: /^loss\//, open: true, empty: "No losses yet: the learner has made no update." },
   { title: "Learner", takes: /^learner\//, open: true, empty: "" },
   { title: "Cluster", takes: /^cluster\//, open: true, empty: "" },
@@ -23,6 +27,26 @@ const SECTIONS = [
   { title: "Counters and replay", takes: /^(counters|replay)\//, open: false, empty: "" },
   { title: "Others", takes: /./, open: false, empty: "" },
 ];
+
+// Of these shares of one time there is a chart for each run and each of the two.
+const SHARE = /^time\/(actors|learner)_(\w+)_ratio$/;
+// What is done, in words: work at the bottom, what is waited for on top.
+const DOING = {
+  compute: ["updates", "#2a78c2"],
+  acting: ["acts", "#2a78c2"],
+  environment: ["steps environments", "#5aa9d6"],
+  evaluation: ["evaluates", "#b8559e"],
+  report: ["reports", "#7b6cc4"],
+  publish: ["publishes", "#b8559e"],
+  checkpoint: ["writes checkpoints", "#5aa9d6"],
+  write_back: ["writes latents back", "#2e9e74"],
+  other: ["other", "#9aa0a8"],
+  idle: ["idle", "#9aa0a8"],
+  replay: ["waits for the replay or the learner", "#d9772b"],
+  batch: ["waits for batches", "#d9772b"],
+  rows: ["waits for rows", "#c2a014"],
+  snapshot: ["waits for a snapshot", "#c2a014"],
+};
 
 // What a metric is measured in, by its name; the first that fits.
 const UNITS = [
@@ -46,6 +70,8 @@ const UNITS = [
   [/\/actors$/, "actors"],
 ];
 
+const NOTABLE = 0.01; // what never took so much of the time is left out
+const PERCENT = { tickformat: ".0%", range: [0, 1.02] };
 const PURE = /^(loss|learner|report)\//; // numbers without a unit, which a prefix like 50µ would hide
 
 const $ = (id) => document.getElementById(id);
@@ -64,7 +90,7 @@ function make(tag, properties = {}, ...children) {
 // What the page knows.
 
 const runs = []; // {told, series: Map(key -> {x, y}), thinned, have, hidden, card}
-const charts = new Map(); // id -> {id, key, task, box, plot, visible, dirty}
+const charts = new Map(); // id -> {box, plot, title, keys, content, run, visible, dirty}
 let references = {};
 let points = Infinity;
 
@@ -250,23 +276,35 @@ function returns(task) {
   }
   traces.push(...curves(back, members, { what: RETURN_NAMES[back], faint: true, legend: true }));
   traces.push(...curves(front, members, { what: RETURN_NAMES[front], legend: true }));
-  return { traces, layout: { showlegend: true, right } };
+  return { traces, right, y: { title: "return per episode" }, legend: "below" };
 }
 
-function unit(key) {
-  return UNITS.find(([pattern]) => pattern.test(key))?.[1] ?? "value";
+/** The chart of what actors or learner of a run spend their time on: shares on top of each other. */
+function shares(run, who) {
+  const traces = Object.entries(DOING).flatMap(([thing, [name, fillcolor]]) => {
+    const series = run.series.get(`time/${who}_${thing}_ratio`);
+    if (!series || Math.max(...series.y) < NOTABLE) return [];
+    const hovertemplate = `${name}: %{y:.0%}<br>%{x:,} environment steps<extra></extra>`;
+    return [{ ...series, name, fillcolor: `${fillcolor}d0`, hovertemplate, stackgroup: "all", mode: "lines", line: { width: 0, color: fillcolor } }];
+  });
+  return { traces, y: { ...PERCENT, range: [0, 1], title: "share of the time" }, legend: "right" };
 }
 
-/** What plotly draws in a chart. */
-function figure(chart) {
-  const { traces, layout } = chart.task
-    ? returns(chart.task)
-    : { traces: curves(chart.key, shown(), { legend: false }), layout: {} };
+/** The chart of one metric: a line per experiment. */
+function metric(key) {
+  const title = UNITS.find(([pattern]) => pattern.test(key))?.[1] ?? "value";
+  const format = /^time\/.*_ratio$/.test(key) ? PERCENT : { exponentformat: PURE.test(key) ? "e" : "SI", minexponent: 4 };
+  return { traces: curves(key, shown(), { legend: false }), y: { ...format, title } };
+}
+
+/** What plotly draws of a chart. */
+function figure({ traces, y, right, legend }) {
   const style = getComputedStyle(document.documentElement);
   const [ink, faint, grid, card] = ["--ink", "--faint", "--grid", "--card"].map((name) => style.getPropertyValue(name));
+  const font = { color: ink, size: 12, family: style.fontFamily };
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickcolor: faint, automargin: true };
   const words = (text) => ({ text, standoff: 8, font: { size: 12, color: faint } });
-  const share = !chart.task && /^time\/.*_ratio$/.test(chart.key);
+  const range = right ? { range: [0, 1.02 * right] } : { rangemode: "tozero" };
   return [
     traces,
     {
@@ -274,13 +312,13 @@ function figure(chart) {
       margin: { l: 10, r: 14, t: 12, b: 10 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: ink, size: 12, family: style.fontFamily },
+      font,
       hovermode: "closest",
-      hoverlabel: { bgcolor: card, bordercolor: faint, font: { color: ink, family: style.fontFamily } },
-      showlegend: layout.showlegend ?? false,
-      legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } },
-      xaxis: { ...axis, title: words("environment steps"), tickformat: "~s", ...(layout.right ? { range: [0, 1.02 * layout.right] } : { rangemode: "tozero" }) },
-      yaxis: { ...axis, title: words(chart.task ? "return per episode" : unit(chart.key)), ...(share ? { tickformat: ".0%", range: [0, 1.02] } : { exponentformat: chart.key && PURE.test(chart.key) ? "e" : "SI", minexponent: 4 }) },
+      hoverlabel: { bgcolor: card, bordercolor: faint, font },
+      showlegend: legend !== undefined,
+      legend: { font: { size: 12 }, ...LEGENDS[legend] },
+      xaxis: { ...axis, title: words("environment steps"), tickformat: "~s", ...range },
+      yaxis: { ...axis, ...y, title: words(y.title) },
     },
   ];
 }
@@ -320,7 +358,7 @@ function draw() {
     const before = performance.now();
     waiting.delete(chart);
     chart.dirty = false;
-    Plotly.react(chart.plot, ...figure(chart), CONFIG);
+    Plotly.react(chart.plot, ...figure(chart.content()), CONFIG);
     began.charts += 1;
     began.longest = Math.max(began.longest, performance.now() - before);
     if (performance.now() - start > FRAME_MILLISECONDS) break;
@@ -336,27 +374,34 @@ function draw() {
   began = null;
 }
 
-function addChart(id, key, task, parent) {
-  const plot = make("div", { className: task ? "plot large" : "plot" });
-  const box = make("div", { className: "card", id }, make("h3", {}, task ?? key), plot);
-  const chart = { id, key, task, box, plot, visible: false, dirty: true };
-  charts.set(id, chart);
+/** Adds a chart unless it is there. keys: what it shows; content: makes what `figure` takes; run: the one it is of. */
+function addChart(id, parent, { title, keys, content, size = "", run = null }) {
+  if (charts.has(id)) return;
+  const plot = make("div", { className: `plot ${size}` });
+  const box = make("div", { className: "card", id }, make("h3", {}, title), plot);
+  charts.set(id, { box, plot, title, keys, content, run, visible: false, dirty: true });
+  box.style.order = run ? runs.indexOf(run) : runs.length; // what is of one run comes first, run by run
   parent.append(box);
   watcher.observe(box);
 }
 
 function showCharts(changed) {
   for (const task of new Set(runs.filter(readable).map((run) => run.told.task))) {
-    if (!charts.has(`task ${task}`)) addChart(`task ${task}`, null, task, grids.returns);
+    const keys = (key) => RETURNS.includes(key);
+    addChart(`task ${task}`, grids.returns, { title: task, keys, content: () => returns(task), size: "large" });
   }
-  const keys = new Set(runs.flatMap((run) => [...run.series.keys()]).filter((key) => !RETURNS.includes(key)));
-  for (const key of [...keys].sort()) {
-    const section = SECTIONS.find(({ takes }) => takes.test(key));
-    if (!charts.has(`metric ${key}`)) addChart(`metric ${key}`, key, null, grids[section.title]);
+  for (const key of [...new Set(runs.flatMap((run) => [...run.series.keys()]))].sort()) {
+    if (RETURNS.includes(key)) continue;
+    const parent = grids[SECTIONS.find(({ takes }) => takes.test(key)).title];
+    const who = SHARE.exec(key)?.[1];
+    if (!who) addChart(`metric ${key}`, parent, { title: key, keys: (other) => other === key, content: () => metric(key) });
+    for (const run of who ? runs.filter((run) => run.series.has(key)) : []) {
+      const title = `${run.told.name}: ${who}`;
+      const keys = (other) => SHARE.exec(other)?.[1] === who;
+      addChart(`shares ${title}`, parent, { title, keys, content: () => shares(run, who), size: "middle", run });
+    }
   }
-  for (const chart of charts.values()) {
-    if (chart.task ? RETURNS.some((key) => changed.has(key)) : changed.has(chart.key)) stale(chart);
-  }
+  for (const chart of charts.values()) if ([...changed].some(chart.keys)) stale(chart);
   const learned = runs.some((run) => RETURNS.some((key) => run.series.has(key)));
   say(grids.returns, learned ? "" : "No return yet: no episode has ended and no evaluation was made.");
   filter();
@@ -373,7 +418,9 @@ function say(place, sentence) {
 function filter() {
   const wanted = $("search").value.trim().toLowerCase();
   const fits = (text) => text.toLowerCase().includes(wanted);
-  for (const chart of charts.values()) if (chart.key) chart.box.hidden = !fits(chart.key);
+  for (const { box, title, run } of charts.values()) {
+    if (box.parentElement !== grids.returns) box.hidden = !fits(title) || (run?.hidden ?? false);
+  }
   for (const { title, empty, details } of SECTIONS) {
     const boxes = [...grids[title].children];
     const count = boxes.filter((box) => !box.hidden).length;
@@ -389,7 +436,7 @@ function filter() {
 const grids = { returns: make("div", { className: "grid wide" }) };
 $("returns").append(grids.returns);
 for (const section of SECTIONS) {
-  grids[section.title] = make("div", { className: "grid" });
+  grids[section.title] = make("div", { className: `grid ${section.grid ?? ""}` });
   const summary = make("summary", {}, section.title, make("small"));
   section.details = make("details", { open: section.open }, summary, grids[section.title]);
   $("charts").append(section.details);
@@ -406,7 +453,8 @@ function showRun(run) {
     check.addEventListener("change", () => {
       run.hidden = !check.checked;
       run.card.classList.toggle("hidden", run.hidden);
-      for (const chart of charts.values()) stale(chart);
+      redraw();
+      filter();
     });
     run.badge = make("span");
     const name = make("label", { className: "name" }, check, make("span", {}, run.told.name), run.badge);

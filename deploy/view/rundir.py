@@ -21,8 +21,6 @@ TYPES = {".png": "image/png", ".mp4": "video/mp4"}
 UNFINISHED = ".part.mp4"
 STEP = re.compile(r"-(\d+)$")
 """The environment steps at the end of a picture's name."""
-ENDS = ("finished", "stopped", "failed")
-"""States that a run says of itself when nothing follows."""
 LOG_TAIL_BYTES = 2**16
 MOST_WARNINGS = 30
 """Newest ones of a run that are shown."""
@@ -102,11 +100,14 @@ def standing(run_dir: Path) -> dict[str, Any]:
         return {"state": "unknown", "says": "", "parts": []}
     except ValueError as error:
         return {"state": "unknown", "says": str(error), "parts": []}
-    state = found.state if found.alive or found.state in ENDS else "crashed"
-    age = max(0.0, time.time() - found.seconds)
-    says = f"it was {found.state} {age:,.0f} s ago and has said nothing since" if state == "crashed" else found.summary
-    parts = [{"name": p.name, "where": p.where, "now": p.now, "numbers": p.numbers} for p in found.parts]
-    return {"state": state, "says": says, "parts": parts if found.alive else []}
+    if found.alive:
+        parts = [{"name": p.name, "where": p.where, "now": p.now, "numbers": p.numbers} for p in found.parts]
+        return {"state": found.state, "says": f"Waiting: {found.waits}" if found.waits else "", "parts": parts}
+    if found.state not in running.RUNNING:
+        return {"state": found.state, "says": "", "parts": []}
+    age = time.time() - found.seconds
+    says = f"It was {found.state} {age:,.0f} s ago and has said nothing since."
+    return {"state": "crashed", "says": says, "parts": []}
 
 
 def warnings(run_dir: Path) -> list[Warned]:

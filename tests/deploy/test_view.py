@@ -191,16 +191,17 @@ def test_names_tell_runs_apart(tmp_path):
 def test_how_a_run_stands(tmp_path):
     assert rundir.standing(tmp_path) == {"state": "unknown", "says": "", "parts": []}
     parts = [Part("learner", "here pid 1", "training", "12 updates")]
-    status = RunStatus(time.time(), "running", "5 of 10 env steps", actors=2, parts=parts)
+    status = RunStatus(time.time(), "running", "5 of 10 env steps", actors=2, parts=parts, waits="nobody")
     running.write(status, tmp_path)
     found = rundir.standing(tmp_path)
-    assert (found["state"], found["says"]) == ("running", "5 of 10 env steps")
+    assert (found["state"], found["says"]) == ("running", "Waiting: nobody")
     assert found["parts"] == [{"name": "learner", "where": "here pid 1", "now": "training", "numbers": "12 updates"}]
     for state in ("starting", "running", "stopping"):
         running.write(replace(status, state=state, seconds=time.time() - 3600), tmp_path)
         found = rundir.standing(tmp_path)
         assert found["state"] == "crashed"
-        assert re.fullmatch(rf"it was {state} 3,6\d\d s ago and has said nothing since", found["says"])
+        assert re.fullmatch(rf"It was {state} 3,6\d\d s ago and has said nothing since\.", found["says"])
+        assert found["parts"] == []
     for state in ("finished", "stopped", "failed"):
         running.write(replace(status, state=state, seconds=0.0), tmp_path)
         assert rundir.standing(tmp_path)["state"] == state

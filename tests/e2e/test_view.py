@@ -104,7 +104,11 @@ def make_run(
             if line % 10 == 0:
                 writer.write(100 * line, {"eval/return": 800 * (1 - math.exp(-line / 30)) + 20 * seed})
             values = {f"loss/{name}_loss": math.exp(-line / 50) + i for i, name in enumerate(losses)}
-            speed = {"time/env_steps_per_s": 90 + line % 7, "time/wait_batch_ratio": (line % 10) / 10}
+            speed = {
+                "time/env_steps_per_s": 90 + line % 7,
+                "time/learner_batch_ratio": 0.25,
+                "time/learner_compute_ratio": 0.75,
+            }
             writer.write(100 * line, {**values, **speed})
     if state is not None:
         parts = [Part("learner", "here pid 1", "training", "12 updates")]
@@ -136,7 +140,7 @@ def test_a_finished_run_a_running_one_and_a_crashed_one(tmp_path, browser):
     with viewing(finished, crashed, live) as url, opened(browser, url, 1400) as page:
         badges = [badge.inner_text() for badge in page.query_selector_all(".badge")]
         assert badges == ["finished", "crashed", "running"]
-        page.get_by_text("it was running 3,6").wait_for()
+        page.get_by_text("It was running 3,6").wait_for()
         names = [line["name"] for line in drawn(page, f"task {TASK}")]
         assert names == [
             "published TD-MPC2, 5M parameters: evaluation, 3 seeds", "run, 2 seeds: evaluation", "live: evaluation",
@@ -155,6 +159,11 @@ def test_a_finished_run_a_running_one_and_a_crashed_one(tmp_path, browser):
             writer.write(0, {"eval/return": 1.0})
             writer.write(700, {"eval/return": 2.0})
         until(lambda: drawn(page, f"task {TASK}")[-1]["x"] == [0, 700])
+
+        # what the time goes to lies on top of each other
+        assert {line["name"]: set(line["y"]) for line in drawn(page, "shares run-seed2: learner")} == {
+            "updates": {0.75}, "waits for batches": {0.25},
+        }  # fmt: skip
 
         # the film plays, and can be turned back to the one before
         page.locator("#pictures").scroll_into_view_if_needed()
