@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -24,6 +25,7 @@ from deploy import local, presets, running
 from deploy.cli import SUMMARIES
 from deploy.config import ALGORITHMS, OPTION_WORDS, ClusterConfig, Name, Option, RunConfig, default_run_dir
 from deploy.loading import load_agent
+from deploy.local import Beside
 from deploy.plot import plot_runs
 from deploy.video import write_video
 from telamon.envs.base import BatchedEnv
@@ -33,7 +35,7 @@ from telamon.envs.registry import list_envs
 from telamon.keys import Stream, stream
 
 Options = TypeVar("Options")
-Parsed = TypeVar("Parsed", bound="Train")
+Parsed = TypeVar("Parsed", bound="Start")
 
 
 def parse(
@@ -59,18 +61,32 @@ class RunOptions:
     """Where the run lives; by default runs/ALGORITHM-TASK-seedSEED."""
     resume: bool = False
     """Continue the run in the run directory from its last checkpoint."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Events of this level and above go into RUN/log.txt."""
+
+    @property
+    def level(self) -> int:
+        """`log_level` as the logging library has it."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
 @dataclass(frozen=True)
-class Train:
-    """What `telamon train ALGORITHM` takes."""
+class Start:
+    """What every command that trains takes."""
 
     options: Annotated[RunOptions, tyro.conf.arg(name="")]
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True)
-class Launch(Train):
+class Train(Start):
+    """What `telamon train ALGORITHM` takes."""
+
+    beside: Annotated[Beside, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Launch(Start):
     """What `telamon launch ALGORITHM` takes."""
 
     cluster: Annotated[ClusterConfig, tyro.conf.arg(name="")]
@@ -93,10 +109,11 @@ class First:
 
 def train(args: list[str]) -> int:
     """Trains; the exit code is 0 at the end of the run, 130 after Ctrl-C, 2 after wrong usage."""
-    parsed = parse_run("train", args, lambda config: Train(RunOptions(), config))
+    parsed = parse_run("train", args, lambda config: Train(RunOptions(), config, Beside()))
     if isinstance(parsed, int):
         return parsed
-    return local.train(parsed.config, run_dir_of(parsed), parsed.options.resume, Console())
+    options = parsed.options
+    return local.train(parsed.config, run_dir_of(parsed), options.resume, Console(), parsed.beside, options.level)
 
 
 def launch(args: list[str]) -> int:
@@ -139,7 +156,7 @@ def parse_run(name: str, args: list[str], fresh: Callable[[RunConfig], Parsed]) 
     return replace(parsed, config=replace(parsed.config, env=replace(parsed.config.env, options=options)))
 
 
-def run_dir_of(parsed: Train) -> Path:
+def run_dir_of(parsed: Start) -> Path:
     """Where the run lives."""
     return parsed.options.run_dir or default_run_dir(parsed.config)
 

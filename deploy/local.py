@@ -22,10 +22,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
+from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from rich.console import Console
 
 from actors.collector import Collector, Episode, jit_act
@@ -37,6 +38,8 @@ from deploy.config import RunConfig, make_agent
 from deploy.files import alone_in
 from deploy.shares import Shares
 from deploy.standing import Standing
+from deploy.tracing import FOLDER as TRACES
+from deploy.tracing import Trace, tracing
 from learner import checkpoint, update
 from learner.batches import fresh_latents
 from replay_server.store import Store, table_bytes
@@ -50,6 +53,9 @@ from telamon.telemetry.live import LiveView
 from telamon.telemetry.logs import setup_logging
 from telamon.telemetry.stopwatch import Stopwatch
 from telamon.telemetry.writer import MetricsWriter
+
+if TYPE_CHECKING:  # which needs the extra `service`
+    from deploy.page import Page
 
 log = logging.getLogger(__name__)
 
@@ -243,20 +249,25 @@ class Run:
         self.metrics_length = 0
         self._checkpoint: str | None = None
         """The one that holds the present state, or did until something changed."""
+        self.saved = checkpoint.Saved()
+        """By this process."""
 
     @property
     def env_steps(self) -> int:
         return self.counters.transitions * self.agent.env.action_repeat
 
-    def updates_due(self) -> int:
-        """By the schedule, and none while nothing can be sampled: the first episode may be longer than announced."""
+    @property
+    def updates_owed(self) -> int:
+        """By the schedule."""
         if isinstance(self.schedule, TrainRatio):
-            owed = self.clock.due
-        else:
-            done = {"rows": self.counters.rows, "transitions": self.counters.transitions}
-            owed = self.schedule.due(done[self.schedule.counter])
-        due = owed - self.counters.updates
-        return due if due <= 0 or self.replay.can_sample() else 0
+            return self.clock.due - self.counters.updates
+        done = {"rows": self.counters.rows, "transitions": self.counters.transitions}
+        return self.schedule.due(done[self.schedule.counter]) - self.counters.updates
+
+    def updates_due(self) -> int:
+        """None while nothing can be sampled: the first episode may be longer than announced."""
+        owed = self.updates_owed
+        return owed if owed <= 0 or self.replay.can_sample() else 0
 
     # the things a turn can be
 
@@ -266,7 +277,8 @@ class Run:
         Raises NonFiniteUpdate after too many in a row that were skipped.
         """
         self.stopwatch.now("batch")
-        window = self.replay.sample(self.agent.batch_size)
+        with TraceAnnotation("batch"):
+            window = self.replay.sample(self.agent.batch_size)
         self.stopwatch.now("compute")
         index = np.uint32(self.counters.updates)
         self.state, outcome = self._update(self.state, window, self._update_key, index)
@@ -279,7 +291,8 @@ class Run:
             self.counters.skipped = int(outcome.skipped)
             update.check_streak(self.counters.updates, streak, self.metrics, self.config.max_skipped)
         elif outcome.write_back is not None:
-            self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, outcome.write_back))
+            with TraceAnnotation("write_back"):
+                self.replay.write_back(fresh_latents(window, self.agent.window_spec.context, outcome.write_back))
         self.stopwatch.now("other")
 
     def evaluation_due(self) -> bool:
@@ -337,6 +350,7 @@ class Run:
         name = f"{self.counters.rows:012d}-{self.counters.updates:012d}"
         if name == self._checkpoint:
             return
+        began = time.monotonic()
         self.stopwatch.now("checkpoint")
         self.replay.mark(name)
         arrays = {**self.collector.get_state(), **{f"metrics/{k}": np.asarray(v) for k, v in self.metrics.items()}}
@@ -359,6 +373,8 @@ class Run:
         for mark in set(self.replay.marks()) - set(kept):
             if OWN_MARK.fullmatch(mark):
                 self.replay.forget(mark)
+        now = time.monotonic()
+        self.saved = checkpoint.Saved(self.saved.checkpoints + 1, self.saved.seconds + now - began, now)
         self.stopwatch.now("other")
         log.info("event=checkpoint path=%s updates=%d", path, self.counters.updates)
 
@@ -413,7 +429,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{p: version(p) for p in packages}}
 
 
-def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], bool]) -> bool:
+def loop(run: Run, writer: MetricsWriter, live: LiveView, trace: Trace, stopped: Callable[[], bool]) -> bool:
     """Runs until the steps are done (True) or `stopped()` (False). Every line it writes is a function of counters,
     but for the keys under `time/`."""
     config = run.config
@@ -438,7 +454,9 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
         if due > 0:
             burst = random_phase and due > config.env.num
             status("update", f"{due:,} updates due at the end of the random phase" if burst else "training")
-            run.update()
+            trace.before_update(run.collector.tick_count)
+            with StepTraceAnnotation("update", step_num=run.counters.updates):
+                run.update()
         elif run.evaluation_due():
             status("evaluate", f"evaluating {config.eval.episodes} episodes")
             started = time.monotonic()
@@ -449,7 +467,10 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
                 continue
             finally:
                 run.stopwatch.now("other")
-            write({**evaluated, "time/evaluation_seconds": time.monotonic() - started})
+            seconds = time.monotonic() - started
+            log.info("event=evaluation env_steps=%d return=%g seconds=%.1f", run.env_steps, evaluated["eval/return"],
+                     seconds)  # fmt: skip
+            write({**evaluated, "time/evaluation_seconds": seconds})
         elif run.report_due():
             status("report", "reporting")
             started = time.monotonic()
@@ -484,7 +505,10 @@ def loop(run: Run, writer: MetricsWriter, live: LiveView, stopped: Callable[[], 
         else:
             filling = "acting at random to fill the replay" if random_phase else "filling the replay"
             status("act", "training" if run.counters.updates else filling)
-            for episode in run.tick():
+            with TraceAnnotation("tick"):
+                episodes = run.tick()
+            for episode in episodes:
+                log.debug("event=episode env=%d return=%g length=%d", *episode)
                 write({"train/return": episode.total_reward, "train/length": episode.length})
     return False
 
@@ -537,19 +561,36 @@ def check_run_dir(config: RunConfig, run_dir: Path, resume: bool) -> None:
         raise ValueError(f"{run_dir} was started with another config; differing keys: {', '.join(differing)}")
 
 
-def execute(run: Run, resume: bool, console: Console, stopped: Callable[[], bool]) -> bool:
-    """From the start or the last checkpoint to the end (True) or to `stopped()` (False), and one more checkpoint."""
+def execute(
+    run: Run,
+    resume: bool,
+    console: Console,
+    stopped: Callable[[], bool],
+    profile: int = 0,
+    page: Page | None = None,
+) -> bool:
+    """From the start or the last checkpoint to the end (True) or to `stopped()` (False), and one more checkpoint.
+
+    profile: as in `Beside`. page: where Prometheus reads; None for none.
+    """
     config = run.config
     live = LiveView(f"{config.algorithm} on {config.task}", config.steps, console)
-    with running.telling(run.run_dir, Standing(run, live.progress).status) as teller:
+    standing = Standing(run, live.progress)
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
+    with running.telling(run.run_dir, standing.status) as teller:
         if resume and (name := run.restore()) is not None:
             console.print(f"resumed from checkpoint {name}: {run.env_steps:,} env steps", highlight=False)
         else:
             run.begin(resume)
         resume_length = run.metrics_length if resume else None
-        with MetricsWriter(run.run_dir, resume_length) as writer, live:
+        with ExitStack() as stack:
+            writer = stack.enter_context(MetricsWriter(run.run_dir, resume_length))
+            if page is not None:
+                stack.enter_context(page.showing(run, standing))
+            stack.enter_context(live)
+            trace = stack.enter_context(tracing(profile, run.run_dir / TRACES, say))
             teller.state = "running"
-            finished = loop(run, writer, live, stopped)
+            finished = loop(run, writer, live, trace, stopped)
             teller.state = "stopping"
             live.update(env_steps=run.env_steps, updates=run.counters.updates, status="writing the last checkpoint")
             run.metrics_length = writer.length
@@ -560,10 +601,48 @@ def execute(run: Run, resume: bool, console: Console, stopped: Callable[[], bool
     return finished
 
 
-def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> int:
+@dataclass(frozen=True)
+class Beside:
+    """What is shown of a run of one process besides, and is no part of the run."""
+
+    profile: int = 0
+    """Updates of which JAX writes a trace into RUN/profile, once the loop is warm; 0 for none."""
+    metrics_port: int | None = None
+    """Port of a page for Prometheus on this machine; 0 for a free one, None for no page."""
+
+    def __post_init__(self) -> None:
+        if self.profile < 0:
+            raise ValueError(f"profile={self.profile} must be at least 0")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
+            raise ValueError(f"metrics_port={self.metrics_port} must be 0 to {2**16 - 1}")
+
+
+@contextmanager
+def open_page(run_dir: Path, port: int) -> Iterator[Page]:
+    """A page for Prometheus that shows nothing yet but the process.
+
+    Raises ValueError where its libraries are missing, OSError naming the owner of a port that is taken.
+    """
+    try:
+        from deploy.page import opened
+    except ImportError as error:
+        text = "metrics_port needs the extra `service` (pip install 'telamon[service]')"
+        raise ValueError(f"{text}: {error}") from error
+    with opened(run_dir.resolve(), port) as page:
+        yield page
+
+
+def train(
+    config: RunConfig,
+    run_dir: Path,
+    resume: bool,
+    console: Console,
+    beside: Beside = Beside(),
+    level: int = logging.INFO,
+) -> int:
     """Trains to the end or to a clean stop; returns the exit code (130 after Ctrl-C, as a shell expects).
 
-    Raises ValueError, EnvError, OSError or NonFiniteUpdate with one sentence.
+    level: of the events in its log. Raises ValueError, EnvError, OSError or NonFiniteUpdate with one sentence.
     """
     check_run_dir(config, run_dir, resume)
     with ExitStack() as stack:
@@ -575,11 +654,12 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         predicted = memory(config, agent, config.env.num)
         agent.schedule(config.env.num)  # refuses what could never start, before anything is written
         replay = stack.enter_context(open_replay(config, run_dir, agent))
+        page = None if beside.metrics_port is None else stack.enter_context(open_page(run_dir, beside.metrics_port))
         if not resume:
             check_table(replay)  # likewise
             stack.enter_context(alone_in(run_dir))
         configs.save(config, run_dir)
-        setup_logging(run_dir)
+        setup_logging(run_dir, level)
         log.info("event=start config=%s versions=%s", json.dumps(asdict(config)), json.dumps(versions()))
         console.print(
             f"{config.algorithm} on {config.task}: {sizes(config, agent, predicted)}; run directory {run_dir}",
@@ -587,7 +667,9 @@ def train(config: RunConfig, run_dir: Path, resume: bool, console: Console) -> i
         )  # fmt: skip
         run = Run(config, run_dir, agent, env, replay)
         stack.enter_context(watch(env, config.env.timeout))
-        finished = execute(run, resume, console, stack.enter_context(stop_on_signal()))
+        if page is not None:
+            console.print(f"metrics {page.url}", highlight=False, soft_wrap=True)
+        finished = execute(run, resume, console, stack.enter_context(stop_on_signal()), beside.profile, page)
     if finished:
         return 0
     text = f"stopped at {run.env_steps:,} env steps; repeat the command with --resume to continue"

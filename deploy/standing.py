@@ -59,15 +59,26 @@ class Standing:
 
     def __init__(self, run: Run, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._progress, self._clock = run, progress, clock
-        self._rates = Rates()
+        self._rates, self._minutes = Rates(), Rates(60.0)
         self._where = f"{socket.gethostname()} pid {os.getpid()}"
         self.notes: list[str] = [f"log {run.run_dir / LOG_FILE}"]
         """Where everything is."""
+        self.state = "starting"
+        """When it was last looked at."""
+        self.minute: dict[str, float] = {}
+        """Speeds over the last minute then, by the names of `counts`; those that are not known yet are left out."""
+
+    @property
+    def returns(self) -> dict[str, float]:
+        """Metric of a return -> its newest value, as far as there were any."""
+        metrics = self._progress.metrics
+        return {key: value for key in RETURNS.values() if (value := metrics.get(key)) is not None}
 
     def status(self, state: str) -> RunStatus:
         """state: as in `RunStatus`."""
-        run, metrics, now = self._run, self._progress.metrics, self._clock()
+        run, now = self._run, self._clock()
         done, c = counts(run), run.counters
+        self.state, self.minute = state, self._minutes.add(done, now)
         shares = self._rates.add(spent(run), now, "time")
         part = Part(
             PART, self._where, self._progress.status or state, f"{c.rows:,} rows, {c.episodes:,} episodes",
@@ -84,7 +95,7 @@ class Standing:
                 **done,
                 "asked_env_steps": run.config.steps,
                 "episodes": c.episodes,
-                **{key: value for key in RETURNS.values() if (value := metrics.get(key)) is not None},
+                **self.returns,
             },
             rates=self._rates.add(done, now, "run"),
             waits=goes_to(shares),

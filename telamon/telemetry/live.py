@@ -62,9 +62,10 @@ class Part:
 
 
 class Rate:
-    """Speed of a counter, the mean over its last `RATE_SECONDS`."""
+    """Speed of a counter, the mean over its last `seconds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = RATE_SECONDS) -> None:
+        self._seconds = seconds
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, count: float, now: float) -> float:
@@ -75,22 +76,27 @@ class Rate:
         if self._points and count < self._points[-1][1]:
             self._points.clear()
         self._points.append((now, count))
-        while len(self._points) > 2 and now - self._points[1][0] >= RATE_SECONDS:
+        while len(self._points) > 2 and now - self._points[1][0] >= self._seconds:
             self._points.popleft()
         then, base = self._points[0]
         return (count - base) / (now - then) if now - then >= 1.0 else math.nan
 
 
 class Rates:
-    """Speeds of counters by name."""
+    """Speeds of counters by name, means over their last `seconds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = RATE_SECONDS) -> None:
+        self._seconds = seconds
         self._rates: dict[str, Rate] = {}
 
     def add(self, counts: Mapping[str, float], now: float, of: str = "") -> dict[str, float]:
         """Notes counters of `of` at `now` seconds; their change per second, without those that are not known yet."""
-        found = {name: self._rates.setdefault(f"{of} {name}", Rate()).add(c, now) for name, c in counts.items()}
-        return {name: rate for name, rate in found.items() if not math.isnan(rate)}
+        found = {}
+        for name, count in counts.items():
+            rate = self._rates.setdefault(f"{of} {name}", Rate(self._seconds)).add(count, now)
+            if not math.isnan(rate):
+                found[name] = rate
+        return found
 
     def of_parts(self, parts: Sequence[Part], now: float) -> list[Part]:
         """The parts with their speeds."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deploy import cli, commands, presets
+from deploy import cli, commands, presets, running
 from deploy.cli import SUMMARIES, main
 from deploy.config import RunConfig
+from deploy.local import Beside
 from telamon.agents.dreamerv3.config import DreamerV3Config
+from telamon.telemetry.live import Part
 
 
 @pytest.fixture
@@ -99,6 +103,30 @@ def test_train_gets_preset_overrides_and_run_directory(telamon, monkeypatch):
     assert given == replace(fresh, agent=replace(agent, lr=1e-3))
     assert run_dir == Path("runs/tdmpc2-dmc-cartpole-swingup-seed1")
     assert resume is True
+
+
+def test_what_is_shown_besides_is_no_part_of_the_run(telamon, monkeypatch):
+    seen = []
+    monkeypatch.setattr(commands.local, "train", lambda *args: seen.append(args) or 0)
+    telamon("train", "tdmpc2", "dmc:cartpole-swingup")
+    telamon("train", "tdmpc2", "dmc:cartpole-swingup", "--profile", "5", "--metrics-port", "0", "--log-level", "debug")
+    plain, besides = seen
+    assert plain[0] == besides[0]
+    assert plain[4:] == (Beside(), logging.INFO)
+    assert besides[4:] == (Beside(profile=5, metrics_port=0), logging.DEBUG)
+
+
+def test_a_status_is_printed_once_where_stdout_is_no_terminal(telamon, tmp_path):
+    status = running.RunStatus(time.time(), "running", "7 of 9 env steps", 0, [Part("train", "here pid 1", "training")])
+    running.write(status, tmp_path)
+    for args in ([], ["--once"]):
+        code, out, _ = telamon("status", str(tmp_path), *args)
+        assert code == 0
+        assert "7 of 9 env steps" in out
+        assert "here pid 1" in out
+    running.write(replace(status, state="failed"), tmp_path)
+    assert telamon("status", str(tmp_path))[0] == 1
+    assert telamon("status", str(tmp_path / "other"))[2].endswith("status.json: nothing has been trained there\n")
 
 
 def test_an_override_wins_over_the_preset(telamon, monkeypatch):
