@@ -102,7 +102,7 @@ def standing(run_dir: Path) -> dict[str, Any]:
         return {"state": "unknown", "says": str(error), "parts": []}
     if found.alive:
         parts = [{"name": p.name, "where": p.where, "now": p.now, "numbers": p.numbers} for p in found.parts]
-        return {"state": found.state, "says": f"Waiting: {found.waits}" if found.waits else "", "parts": parts}
+        return {"state": found.state, "says": f"Waits: {found.waits}" if found.waits else "", "parts": parts}
     if found.state not in running.RUNNING:
         return {"state": found.state, "says": "", "parts": []}
     age = time.time() - found.seconds

@@ -194,7 +194,7 @@ def test_how_a_run_stands(tmp_path):
     status = RunStatus(time.time(), "running", "5 of 10 env steps", actors=2, parts=parts, waits="nobody")
     running.write(status, tmp_path)
     found = rundir.standing(tmp_path)
-    assert (found["state"], found["says"]) == ("running", "Waiting: nobody")
+    assert (found["state"], found["says"]) == ("running", "Waits: nobody")
     assert found["parts"] == [{"name": "learner", "where": "here pid 1", "now": "training", "numbers": "12 updates"}]
     for state in ("starting", "running", "stopping"):
         running.write(replace(status, state=state, seconds=time.time() - 3600), tmp_path)
