@@ -624,9 +624,12 @@ function showWarnings() {
 }
 
 function showThinned() {
-  const counts = runs.flatMap((run) => Object.entries(run.thinned).map(([key, count]) => `${key} of ${run.told.name} (${whole(count)} points)`));
-  $("thinned").textContent = counts.length
-    ? `Thinned out to about ${whole(points)} points each, the lowest and the highest of every stretch: ${counts.join(", ")}.`
+  const found = runs.flatMap((run) => {
+    const counts = Object.values(run.thinned);
+    return counts.length ? [`${counts.length} metrics of ${run.told.name} (up to ${whole(Math.max(...counts))} points)`] : [];
+  });
+  $("thinned").textContent = found.length
+    ? `Thinned out to about ${whole(points)} points each, the lowest and the highest of every stretch: ${found.join(", ")}.`
     : "";
 }
 
