@@ -85,6 +85,8 @@ class WorkerSetup:
     """Seconds that it waits for the replay while it is being opened."""
     metrics_host: str | None = "127.0.0.1"
     """Where its metrics page listens, on a free port; None: at this node's address in the cluster."""
+    log_level: int = logging.INFO
+    """Events of this level and above travel with the statuses."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ class Closed:
 class _Part:
     """What both kinds of worker have in common."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, log_level: int) -> None:
         keep_freed_memory()
         self._name = name
-        self._log = setup_buffer()
+        self._log = setup_buffer(level=log_level)
         self._snapshots = Snapshots()
         self._stopped = threading.Event()
         self._hung: str | None = None
@@ -176,7 +178,7 @@ class RolloutWorker(_Part):
     """Owns a batch of environments; acts in them piece by piece and appends the rows to its shard."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        super().__init__(setup.name)
+        super().__init__(setup.name, setup.log_level)
         self._setup = setup
         self._rollout: Rollout | None = None
         self._client: Client | None = None
@@ -270,6 +272,8 @@ class EvalSetup:
     """Seconds after which one environment that does not return hangs."""
     metrics_host: str | None = "127.0.0.1"
     """As `WorkerSetup` has it."""
+    log_level: int = logging.INFO
+    """As `WorkerSetup` has it."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +296,7 @@ class EvalWorker(_Part):
     """Evaluates the newest snapshot in fresh environments, with keys of its own."""
 
     def __init__(self, setup: EvalSetup) -> None:
-        super().__init__(setup.name)
+        super().__init__(setup.name, setup.log_level)
         self._setup = setup
         self._snapshot: Snapshot | None = None
         self._made: tuple[Agent, Any] | None = None

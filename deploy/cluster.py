@@ -388,7 +388,14 @@ class Launch:
     """A run and its parts, from the first start to the last."""
 
     def __init__(
-        self, config: RunConfig, cluster: ClusterConfig, run_dir: Path, session: Session, spec: EnvSpec, token: str
+        self,
+        config: RunConfig,
+        cluster: ClusterConfig,
+        run_dir: Path,
+        session: Session,
+        spec: EnvSpec,
+        token: str,
+        log_level: int = logging.INFO,
     ) -> None:
         self.config, self.cluster, self.run_dir = config, cluster, run_dir
         self.agent = make_agent(config, spec)
@@ -404,7 +411,7 @@ class Launch:
         self._ahead = 0
         """Transitions that workers have told of since the learner said how many rows there are."""
         self.state = "starting"
-        self._session, self._token = session, token
+        self._session, self._token, self.log_level = session, token, log_level
         self._host = LOOPBACK if session.own else session.address
         self._policy = RestartPolicy(budget=cluster.restarts)
         self.targets = Targets(run_dir)
@@ -494,6 +501,7 @@ class Launch:
             listen or f"{host}:0",
             host,
             tuple(options),
+            self.log_level,
         )
         actor = remote(num_cpus=1, max_concurrency=4)(ShardActor)
         return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False)).remote(
@@ -527,6 +535,7 @@ class Launch:
             fsdp=c.mesh.fsdp,
             publish_seconds=c.publish_seconds,
             metrics_host=self._host,
+            log_level=self.log_level,
             size=c.learners,
         )
         on_cpu = c.learner_gpus == 0 and c.learner_tpus == 0
@@ -595,6 +604,7 @@ class Launch:
             env_timeout=config.env.timeout,
             timeout=config.replay.timeout,
             metrics_host=LOOPBACK if self._session.own else None,
+            log_level=self.log_level,
         )
         return self._acting(RolloutWorker, setup.name).remote(setup)
 
@@ -613,6 +623,7 @@ class Launch:
             make_env=partial(build_env, config, config.eval.episodes, Path.cwd()),
             env_timeout=config.env.timeout,
             metrics_host=LOOPBACK if self._session.own else None,
+            log_level=self.log_level,
         )
         self._evaluation = None
         return self._acting(EvalWorker, setup.name).remote(setup)
@@ -1084,9 +1095,12 @@ class Launch:
 # from the command line
 
 
-def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool, console: Console) -> int:
+def launch(
+    config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool, console: Console, level: int = logging.INFO
+) -> int:
     """Trains on a cluster to the end or to a clean stop; returns the exit code (130 after Ctrl-C).
 
+    level: of the events in its logs.
     Raises ValueError, EnvError, OSError, PartFailed or NonFiniteUpdate with one sentence; nothing is left running.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerators are the learner's
@@ -1105,7 +1119,7 @@ def launch(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: boo
                 "tls_key and root_certificate, or say --insecure"
             )
         token = secrets.token_urlsafe(32)
-        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster, stopped), token)
+        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster, stopped), token, level)
         stack.callback(run.kill)
         if not any(REPLAY_RESOURCE in node["Resources"] for node in alive().values()):
             # shards are on this machine, which refuses what does not fit
@@ -1189,7 +1203,7 @@ def prepare(run: Launch, token: str) -> None:
     handle = os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token)
-    setup_logging(run_dir)
+    setup_logging(run_dir, run.log_level)
     LOG.info("event=start config=%s cluster=%s versions=%s", json.dumps(asdict(run.config)),
              json.dumps(asdict(run.cluster)), json.dumps(local.versions()))  # fmt: skip
     if (run_dir / METRICS_FILE).exists():

@@ -62,7 +62,7 @@ class RunOptions:
     resume: bool = False
     """Continue the run in the run directory from its last checkpoint."""
     log_level: Literal["debug", "info", "warning"] = "info"
-    """Events of this level and above go into RUN/log.txt."""
+    """Events of this level and above go into RUN/log.txt, and those of a launch's parts into RUN/logs."""
 
     @property
     def level(self) -> int:
@@ -129,7 +129,8 @@ def launch(args: list[str]) -> int:
         from deploy.cluster import launch as on_cluster
     except ImportError as e:
         raise ImportError(f"{e}; a cluster needs more: pip install 'telamon[service,cluster]'") from e
-    return on_cluster(parsed.config, parsed.cluster, run_dir_of(parsed), parsed.options.resume, Console())
+    options = parsed.options
+    return on_cluster(parsed.config, parsed.cluster, run_dir_of(parsed), options.resume, Console(), options.level)
 
 
 def parse_run(name: str, args: list[str], fresh: Callable[[RunConfig], Parsed]) -> Parsed | int:

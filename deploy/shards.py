@@ -45,6 +45,8 @@ class ShardSetup:
     metrics_host: str
     options: tuple[str, ...] = ()
     """Further options of the server's command line."""
+    log_level: int = logging.INFO
+    """Of the keeper: events of this level and above travel with the statuses."""
 
 
 @dataclass(frozen=True)
@@ -183,4 +185,4 @@ class ShardActor(Keeper):
     """A Keeper that is a process of its own. The driver applies `ray.remote`."""
 
     def __init__(self, setup: ShardSetup, token: str) -> None:
-        super().__init__(setup, token, setup_buffer())
+        super().__init__(setup, token, setup_buffer(level=setup.log_level))

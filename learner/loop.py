@@ -98,6 +98,8 @@ class LearnerSetup:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = 0
     """Of the page for Prometheus; 0: a free one; None: no page."""
+    log_level: int = logging.INFO
+    """Events of this level and above travel with the statuses."""
     rank: int = 0
     """Of this process, of `size`; number 0 leads."""
     size: int = 1

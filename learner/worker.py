@@ -66,7 +66,7 @@ class LearnerWorker:
     def __init__(self, setup: LearnerSetup) -> None:
         keep_freed_memory()
         self._setup = setup
-        self._log = setup_buffer()
+        self._log = setup_buffer(level=setup.log_level)
         self._publisher = Publisher()
         self._metrics: str | None = None
         self._loop = Loop(setup, partial(connect, setup), self._publisher.publish, partial(join, setup))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import subprocess
@@ -424,7 +425,7 @@ class Run:
 @pytest.fixture(autouse=True)
 def plain_logs(monkeypatch) -> None:
     """The root logger is the test runner's."""
-    monkeypatch.setattr(cluster, "setup_logging", lambda run_dir: None)
+    monkeypatch.setattr(cluster, "setup_logging", lambda run_dir, level: None)
 
 
 @pytest.fixture
@@ -937,6 +938,16 @@ def test_lines_of_metrics_say_what_the_time_went_to(fake, run):
     assert second["time/learner_compute_ratio"] == 1.0
     assert first["time/actors_environment_ratio"] == 0.75
     assert "time/actors_environment_ratio" not in second  # no time has passed for them
+
+
+def test_every_part_logs_at_the_level_of_the_run(fake, run):
+    here = run(actors=2, config=EVALUATING)
+    here.launch.log_level = logging.DEBUG
+    here.begin()
+    kinds = ("ShardActor", "LearnerWorker", "RolloutWorker", "EvalWorker")
+    parts = [actor for kind in kinds for actor in fake.of(kind)]
+    assert len(parts) == 5
+    assert {actor.args[0].log_level for actor in parts} == {logging.DEBUG}
 
 
 def test_the_status_says_who_waits(fake, run):
