@@ -28,8 +28,6 @@ const SECTIONS = [
   { title: "Others", takes: /./, open: false, empty: "" },
 ];
 
-// Of these shares of one time there is a chart for each run and each of the two.
-const SHARE = /^time\/(actors|learner)_(\w+)_ratio$/;
 // What is done, in words: work at the bottom, what is waited for on top.
 const DOING = {
   compute: ["updates", "#2a78c2"],
@@ -47,6 +45,8 @@ const DOING = {
   rows: ["waits for rows", "#c2a014"],
   snapshot: ["waits for a snapshot", "#c2a014"],
 };
+// Of these shares of one time there is a chart for each run and each of the two.
+const SHARE = new RegExp(`^time/(actors|learner)_(${Object.keys(DOING).join("|")})_ratio$`);
 
 // What a metric is measured in, by its name; the first that fits.
 const UNITS = [

@@ -16,18 +16,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
-from deploy import presets, running
+from actors import collector
+from deploy import local, presets, running
 from deploy.cli import main
 from deploy.config import ClusterConfig, RunConfig, save, save_cluster
 from deploy.running import RunStatus
 from deploy.view import document, rundir, server, static, tail
 from deploy.view.server import Viewer, byte_range
 from deploy.view.tail import Place
+from learner import loop
 from telamon.telemetry.live import Part
 from telamon.telemetry.writer import METRICS_FILE, MetricsWriter
 
@@ -262,9 +265,9 @@ def test_seeds_of_one_experiment_are_one_group(tmp_path):
 
 
 def test_settings_of_a_launch_stand_beside_the_others(tmp_path):
-    launched, local = make_run(tmp_path / "launched"), make_run(tmp_path / "local", seed=2)
+    launched, alone = make_run(tmp_path / "launched"), make_run(tmp_path / "local", seed=2)
     save_cluster(ClusterConfig(actors=7), launched)
-    told = document.first(rundir.distinct([launched, local]), {}, NOWHERE)
+    told = document.first(rundir.distinct([launched, alone]), {}, NOWHERE)
     lines = {line["key"]: line for line in told["settings"]}
     assert lines["cluster.actors"] == {"key": "cluster.actors", "values": ["7", None], "differs": True}
     assert not lines["task"]["differs"]
@@ -429,6 +432,13 @@ def test_a_file_needs_nothing_else(tmp_path):
     assert "default-src 'none'" in policy
     assert "unsafe-inline'; img-src" in policy
     assert "connect-src" not in policy
+
+
+def test_the_page_has_words_for_all_that_time_goes_to():
+    script = (Path(static.__file__).parent / "page.js").read_text()
+    table = re.search(r"const DOING = \{(.*?)\n\};", script, re.DOTALL)[1]
+    words = set(re.findall(r"^  (\w+): \[", table, re.MULTILINE))
+    assert {*get_args(collector.Doing), *get_args(loop.Doing), *get_args(local.Doing)} == words
 
 
 # the command
