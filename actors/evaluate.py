@@ -11,6 +11,9 @@ import numpy as np
 from telamon.agents.base import Agent, PyTree
 from telamon.envs.base import BatchedEnv, map_action
 
+FILM_FRAMES = 1000
+"""Pictures of a film at most: 384 x 384 pixels each, they are 440 MB until they are encoded."""
+
 
 class Stopped(Exception):
     """An evaluation was given up; it had changed nothing."""
@@ -23,6 +26,23 @@ class Evaluation(NamedTuple):
     """float64 [E]."""
     length: np.ndarray
     """int64 [E] agent steps."""
+
+
+class Film:
+    """Collects the pictures of environment 0's episode: `on_tick` of `evaluate`.
+
+    most: pictures of the longest film; what comes after them is not shown.
+    """
+
+    def __init__(self, most: int = FILM_FRAMES) -> None:
+        self.frames: list[np.ndarray] = []
+        """Each uint8 [height, width, 3]."""
+        self._most = most
+
+    def __call__(self, env: BatchedEnv) -> None:
+        """Raises NotImplementedError where the environment has no picture."""
+        if len(self.frames) < self._most:
+            self.frames.append(env.render(0))
 
 
 def evaluate(

@@ -23,7 +23,7 @@ import ray
 
 from actors import metrics
 from actors.collector import jit_act
-from actors.evaluate import Stopped, evaluate
+from actors.evaluate import Film, Stopped, evaluate
 from actors.metrics import ActorMetrics, EvalFigures, EvaluatorMetrics, Figures, figures_of
 from actors.rollout import Piece, Rollout, Snapshot, Snapshots
 from actors.watchdog import watch
@@ -270,6 +270,8 @@ class EvalSetup:
     """From a seed; one environment for each episode of an evaluation."""
     env_timeout: float
     """Seconds after which one environment that does not return hangs."""
+    encode: Callable[[Sequence[np.ndarray]], bytes] | None = None
+    """Makes a film of pictures, uint8 [height, width, 3]; None: no film is wanted."""
     metrics_host: str | None = "127.0.0.1"
     """As `WorkerSetup` has it."""
     log_level: int = logging.INFO
@@ -288,8 +290,8 @@ class Evaluated:
     lengths: np.ndarray
     """int64 [n] agent steps."""
     seconds: float
-    frames: np.ndarray | None = field(default=None, repr=False)
-    """uint8 [T, height, width, 3] of the first environment's episode, where they were asked for."""
+    film: bytes | None = field(default=None, repr=False)
+    """Of the first environment's episode, as EvalSetup.encode made it; None without it."""
 
 
 class EvalWorker(_Part):
@@ -305,10 +307,10 @@ class EvalWorker(_Part):
         self._show(lambda registry: EvaluatorMetrics(lambda: self._figures, registry), setup.metrics_host)
 
     @ray.method(concurrency_group="rollout")
-    def evaluate(self, index: int, video: bool = False) -> Evaluated | None:
+    def evaluate(self, index: int) -> Evaluated | None:
         """Evaluation number `index`; None where no snapshot has arrived, or it was stopped.
 
-        video: return pictures of the first environment. Raises EnvError, NotImplementedError where it has none.
+        Raises EnvError, NotImplementedError where a film is wanted and the environment has no picture.
         """
         if self._snapshots.wait(PATIENCE if self._snapshot is None else 0):
             self._snapshot = self._snapshots.take()
@@ -317,7 +319,7 @@ class EvalWorker(_Part):
         self._figures = replace(self._figures, version=self._snapshot.version)
         began = time.monotonic()
         s, (version, params) = self._setup, self._snapshot
-        frames: list[np.ndarray] = []
+        film = None if s.encode is None else Film()
         with ExitStack() as stack:
             env = s.make_env(int(generator(s.seed, Stream.EVAL, index).integers(2**31)))
             stack.callback(env.close)
@@ -328,16 +330,16 @@ class EvalWorker(_Part):
                 self._open = True
             agent, act = self._made
             key = stream(s.seed, Stream.EVAL, index)
-            picture = (lambda env: frames.append(env.render(0))) if video else None
             try:
-                found = evaluate(agent, act, params, env, key, picture, self._stopped.is_set)
+                found = evaluate(agent, act, params, env, key, film, self._stopped.is_set)
             except Stopped:
                 return None
         seconds = time.monotonic() - began
         self._figures = EvalFigures(
             self._figures.evaluations + 1, self._figures.seconds + seconds, version, float(found.total_reward.mean())
         )
-        return Evaluated(index, version, found.total_reward, found.length, seconds, np.stack(frames) if video else None)
+        encoded = None if film is None or s.encode is None else s.encode(film.frames)
+        return Evaluated(index, version, found.total_reward, found.length, seconds, encoded)
 
     @ray.method(concurrency_group="control")
     def set_params(self, version: int, refs: Sequence[Any]) -> int:

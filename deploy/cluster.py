@@ -51,7 +51,7 @@ from actors.pool import (
 from actors.worker import GROUPS as ACTOR_GROUPS
 from actors.worker import EvalSetup, EvalWorker, RolloutWorker, WorkerSetup, describe
 from deploy import config as configs
-from deploy import discovery, loading, local, metrics, openloop, running, screen
+from deploy import discovery, loading, local, metrics, openloop, running, screen, video
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
 from deploy.discovery import Target, Targets
 from deploy.files import alone_in, replace_text
@@ -622,6 +622,7 @@ class Launch:
             make_agent=partial(make_agent, config, self.agent.env),
             make_env=partial(build_env, config, config.eval.episodes, Path.cwd()),
             env_timeout=config.env.timeout,
+            encode=video.encode if config.eval.videos else None,
             metrics_host=LOOPBACK if self._session.own else None,
             log_level=self.log_level,
         )
@@ -838,6 +839,8 @@ class Launch:
                     **local.evaluated(found.returns, found.lengths), "eval/asked_at_step": asked,
                     "eval/snapshot_version": found.version, "time/evaluation_seconds": found.seconds,
                 })  # fmt: skip
+                if found.film is not None:
+                    video.keep_film(found.film, self.run_dir, asked, self.config.eval.videos)
         ready = self.evaluator.status is not None and self._evaluation is None and self.memory.version > 0
         if ready and self._due(self.memory.evaluated, self.config.eval.every):
             self._evaluation = self.evaluator.handle.evaluate.remote(self.env_steps % 2**32), self.env_steps
@@ -1157,6 +1160,8 @@ def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool
     Raises ValueError or FileNotFoundError.
     """
     local.check_run_dir(config, run_dir, resume)
+    if config.eval.videos:
+        video.check_writable()
     if config.replay.address is not None:
         raise ValueError(f"replay.address={config.replay.address} is of `telamon train`; a launch has its own shards")
     if resume:

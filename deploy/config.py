@@ -119,6 +119,8 @@ class EvalConfig:
     """Environment steps between evaluations, from step 0 on; 0 for none."""
     episodes: int = 10
     """Episodes per evaluation."""
+    videos: int = 0
+    """Newest evaluations of whose first episode RUN/videos keeps a film; 0: none is made."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class RunConfig:
         if not isinstance(self.agent, kind):
             raise ValueError(f"algorithm={self.algorithm} takes a {kind.__name__}, not a {type(self.agent).__name__}")
         low = {"steps": 1, "seed": 0, "log_every": 1, "max_skipped": 1, "env.num": 1, "eval.every": 0,
-               "eval.episodes": 1, "report.every": 0, "report.keep": 1, "checkpoint.every": 1,
+               "eval.episodes": 1, "eval.videos": 0, "report.every": 0, "report.keep": 1, "checkpoint.every": 1,
                "checkpoint.keep": 1}  # fmt: skip
         values = flatten(asdict(self))
         for key, bound in low.items():

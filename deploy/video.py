@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+
+log = logging.getLogger(__name__)
+
+FOLDER = "videos"
+"""Where in a run directory films are."""
+FILM = re.compile(r"eval-\d{12}\.mp4")
+"""Names of the films of evaluations."""
+FPS = 30.0
+"""Of the films of evaluations, which have one frame per agent step."""
+
+
+def check_writable() -> None:
+    """Raises ImportError naming the extra to install where no video can be written."""
+    try:
+        import imageio_ffmpeg  # noqa: F401  # whether it is there is all that is asked
+    except ImportError as e:
+        raise ImportError("writing a video needs imageio-ffmpeg; install it with: pip install 'telamon[video]'") from e
+
+
+def encode(frames: Iterable[np.ndarray]) -> bytes:
+    """An mp4 file of frames as `write_video` takes them, at FPS. Raises as it does."""
+    with tempfile.TemporaryDirectory(prefix="telamon-film-") as folder:
+        path = Path(folder) / "film.mp4"
+        write_video(frames, path, FPS)
+        return path.read_bytes()
+
+
+def keep_film(film: bytes, run_dir: Path, step: int, keep: int) -> None:
+    """Writes the film of an evaluation at `step` environment steps into RUN/videos, and drops all such films but the
+    newest `keep`. Files of other names are left alone. A film is no reason to stop a run: what goes wrong is logged."""
+    folder = run_dir / FOLDER
+    path = folder / f"eval-{step:012d}.mp4"
+    part = path.with_suffix(".part.mp4")
+    try:
+        folder.mkdir(exist_ok=True)
+        try:
+            part.write_bytes(film)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        films = sorted(found for found in folder.iterdir() if FILM.fullmatch(found.name))
+        for old in films[:-keep]:
+            old.unlink()
+    except OSError as error:
+        log.warning("event=film_not_kept path=%s bytes=%d error=%r", path, len(film), str(error))
 
 
 def write_video(frames: Iterable[np.ndarray], path: Path, fps: float) -> int:
@@ -19,10 +67,9 @@ def write_video(frames: Iterable[np.ndarray], path: Path, fps: float) -> int:
     whole. Raises ImportError naming the extra to install, ValueError for a frame (or no frame) that cannot be written,
     OSError with ffmpeg's own words where it fails.
     """
-    try:
-        import imageio_ffmpeg
-    except ImportError as e:
-        raise ImportError("writing a video needs imageio-ffmpeg; install it with: pip install 'telamon[video]'") from e
+    check_writable()
+    import imageio_ffmpeg
+
     if path.suffix != ".mp4":
         raise ValueError(f"a video is written as .mp4, not as {path.name!r}; end its name in .mp4")
     if fps <= 0:

@@ -16,7 +16,7 @@ import ray
 
 from actors import worker
 from actors.collector import jit_act
-from actors.evaluate import evaluate
+from actors.evaluate import Film, evaluate
 from actors.worker import EvalWorker, RolloutWorker, describe
 from replay_server.__main__ import Served
 from telamon.envs.base import EnvError
@@ -277,7 +277,7 @@ def test_an_evaluation_is_that_of_a_local_run(evaluator):
     expected = evaluate(agent, jit_act(agent, 3, "eval"), parts.params(100), env, key)
     np.testing.assert_array_equal(found.returns, expected.total_reward)
     assert found.lengths.tolist() == expected.length.tolist() == [3, 7, 5]
-    assert (found.index, found.version, found.frames) == (7, 9, None)
+    assert (found.index, found.version, found.film) == (7, 9, None)
     status = w.status()
     assert (status.name, status.figures.version, status.figures.newest) == ("evaluator", 9, 9)
     # the next one has the newest parameters
@@ -288,15 +288,24 @@ def test_an_evaluation_is_that_of_a_local_run(evaluator):
     assert (again.returns > found.returns).all()
 
 
-def test_pictures_are_returned_where_they_are_asked_for(evaluator, monkeypatch):
+def test_a_film_is_made_of_the_first_episode_where_one_is_wanted(evaluator, monkeypatch):
     monkeypatch.setattr(Counting, "render", lambda self: np.full((4, 6, 3), self._t, np.uint8))
-    w = evaluator(env={"lengths": (5, 7, 7)})
+    w = evaluator(env={"lengths": (5, 7, 7)}, encode=lambda frames: np.stack(frames).tobytes())
     w.set_params(0, [parts.on_host(0)])
-    found = w.evaluate(0, True)
+    found = w.evaluate(0)
     assert found is not None
-    assert found.frames is not None
-    assert (found.frames.dtype, found.frames.shape) == (np.uint8, (6, 4, 6, 3))
-    assert found.frames[:, 0, 0, 0].tolist() == list(range(6))
+    assert found.film is not None
+    film = np.frombuffer(found.film, np.uint8).reshape(-1, 4, 6, 3)
+    assert film[:, 0, 0, 0].tolist() == list(range(6))
+
+
+def test_a_film_has_a_bound():
+    env = parts.make_env(0, 1)
+    env.render = lambda index: np.zeros((2, 2, 3), np.uint8)
+    film = Film(most=3)
+    for _ in range(5):
+        film(env)
+    assert len(film.frames) == 3
 
 
 def test_an_evaluators_page_shows_what_it_found(evaluator, monkeypatch):

@@ -7,7 +7,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from deploy.video import write_video
+from deploy.video import encode, keep_film, write_video
 
 
 def read(path, height, width):
@@ -73,3 +73,28 @@ def test_a_failing_ffmpeg_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"could not write .*a\.mp4: No space left on device"):
         write_video(many, tmp_path / "out" / "a.mp4", fps=10)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_film_of_an_evaluation_can_be_read_again(tmp_path):
+    path = tmp_path / "film.mp4"
+    path.write_bytes(encode([grey(level, 32, 48) for level in (20, 200)]))
+    frames, _ = read(path, 32, 48)
+    np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), [20, 200], atol=4)
+
+
+def test_the_newest_films_are_kept_and_nothing_else_is_touched(tmp_path):
+    (tmp_path / "videos").mkdir()
+    for name in ("best.mp4", "eval-5.mp4"):
+        (tmp_path / "videos" / name).write_bytes(b"of somebody")
+    for step in (0, 500, 1000, 1500):
+        keep_film(b"film", tmp_path, step, keep=2)
+    assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == [
+        "best.mp4", "eval-000000001000.mp4", "eval-000000001500.mp4", "eval-5.mp4"
+    ]  # fmt: skip
+
+
+def test_a_film_that_cannot_be_kept_is_logged(tmp_path, caplog):
+    (tmp_path / "videos").write_text("no folder")
+    keep_film(b"film", tmp_path, 7, keep=1)
+    assert "event=film_not_kept" in caplog.text
+    assert "eval-000000000007.mp4" in caplog.text
