@@ -37,6 +37,9 @@ from telamon.keys import Stream, stream
 Options = TypeVar("Options")
 Parsed = TypeVar("Parsed", bound="Start")
 
+FILE_WIDTH = 160
+"""Columns of a status that is no terminal's."""
+
 
 def parse(
     kind: type[Options], name: str, args: Sequence[str], default: Options | None = None, description: str | None = None
@@ -197,8 +200,10 @@ class Status:
 
 def status(args: list[str]) -> int:
     """Shows who runs where and what each waits for; 0 while the run is alive, 1 when it is not."""
-    options, console = parse(Status, "status", args), Console()
-    if console.file.isatty() and not options.once:  # the file is asked: FORCE_COLOR makes rich call any a terminal
+    options = parse(Status, "status", args)
+    terminal = sys.stdout.isatty()  # it is asked, not rich: FORCE_COLOR makes that call any file a terminal
+    console = Console(width=None if terminal else FILE_WIDTH)
+    if terminal and not options.once:
         found = running.watch(options.run, console)
     else:
         found = running.read(options.run)

@@ -168,7 +168,9 @@ class _Loop:
             return "finished"
         if state == "stopping" or self._run.stopwatch.doing == "checkpoint":
             return "saving"
-        return "training" if counters.updates else "waiting for rows"
+        if counters.updates:
+            return "training"
+        return "compiling" if self._run.stopwatch.doing == "compute" else "waiting for rows"
 
 
 def trained_rows(run: Run) -> int:

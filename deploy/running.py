@@ -193,8 +193,9 @@ def screen(status: RunStatus, run_dir: Path) -> RenderableType:
     facts.add_column(style="dim", no_wrap=True)
     for label, text in _facts(status, run_dir):
         facts.add_row(label, Text(text, style={"state": "bold", "waits": "yellow"}.get(label, "")))
-    notes = [Text(note, style="dim") for note in status.notes]
-    return Group(facts, "", parts_table(summarised(status.parts)), *([""] if notes else []), *notes)
+    over = status.state in ("finished", "stopped")
+    parts = [] if over else ["", parts_table(summarised(status.parts))]
+    return Group(facts, *parts, "", *(Text(note, style="dim") for note in status.notes))
 
 
 def _facts(status: RunStatus, run_dir: Path) -> Iterator[tuple[str, str]]:

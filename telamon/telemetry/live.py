@@ -133,7 +133,7 @@ def _together(name: str, parts: Sequence[Part]) -> Part:
 _COLUMNS: Mapping[str, tuple[str, Literal["left", "right"], Callable[[Part], str]]] = {
     "part": ("bold", "left", lambda part: part.name),
     "where": ("dim", "left", lambda part: part.where),
-    "now": ("yellow", "left", lambda part: part.now),
+    "now": ("", "left", lambda part: part.now),
     "speed": ("", "right", lambda part: "  ".join(f"{speed(rate)} {name}/s" for name, rate in part.rates.items())),
     "lag": ("", "right", lambda part: "" if part.lag is None else str(part.lag)),
     "memory": ("", "right", lambda part: "" if part.memory is None else size(part.memory)),
@@ -144,12 +144,16 @@ _COLUMNS: Mapping[str, tuple[str, Literal["left", "right"], Callable[[Part], str
 
 def parts_table(parts: Sequence[Part]) -> Table:
     """Who runs where, what each waits for, how fast it is. Columns of which nothing is known are left out."""
-    shown = {heading: column for heading, column in _COLUMNS.items() if any(column[2](part) for part in parts)}
+    known = lambda heading: heading == "now" or any(_COLUMNS[heading][2](part) for part in parts)
+    shown = {heading: column for heading, column in _COLUMNS.items() if known(heading)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading, (style, side, _) in shown.items():
         table.add_column(heading, style=style, justify=side, overflow="fold")
     for part in parts:
-        table.add_row(*(Text(text(part)) for _, _, text in shown.values()))
+        idle = part.now.startswith(("waits", "start"))
+        cells = {heading: Text(text(part)) for heading, (_, _, text) in shown.items()}
+        cells["now"].stylize("yellow" if idle else "green")
+        table.add_row(*cells.values())
     return table
 
 

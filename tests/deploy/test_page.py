@@ -63,6 +63,7 @@ def shown(harness, run_dir, resume=False, turns=80, before=lambda: None):
                 "labels": {"run": str(run_dir), "role": "train", "part": "train", "instance": "train"},
             }
         ]
+        assert running.read(run_dir).notes[-1] == f"metrics {page.url}"
         assert json.loads(read(page.url.replace("/metrics", "/targets"))) == []  # it has ended
         yield run, Samples(text)
 

@@ -142,7 +142,8 @@ def test_the_screen_says_how_fast_how_well_and_who_waits(tmp_path):
     assert said["actor-0"] == "there pid 2 acts 1,234 rows/s 2 128 MiB"
     over = rows(text(replace(found, state="finished"), tmp_path))
     assert over["state"].startswith("finished 0:00:")
-    assert over.keys() & {"speed", "waits"} == set()
+    assert over.keys() & {"speed", "waits", "part", "learner"} == set()
+    assert "learner" in rows(text(replace(found, state="failed"), tmp_path))
 
 
 def test_a_run_without_workers_cannot_be_scaled(tmp_path):
