@@ -194,7 +194,7 @@ def screen(status: RunStatus, run_dir: Path) -> RenderableType:
     for label, text in _facts(status, run_dir):
         facts.add_row(label, Text(text, style={"state": "bold", "waits": "yellow"}.get(label, "")))
     over = status.state in ("finished", "stopped")
-    parts = [] if over else ["", parts_table(summarised(status.parts))]
+    parts: list[RenderableType] = [] if over else ["", parts_table(summarised(status.parts))]
     return Group(facts, *parts, "", *(Text(note, style="dim") for note in status.notes))
 
 
