@@ -270,7 +270,7 @@ class EvalSetup:
     """From a seed; one environment for each episode of an evaluation."""
     env_timeout: float
     """Seconds after which one environment that does not return hangs."""
-    encode: Callable[[Sequence[np.ndarray]], bytes] | None = None
+    encode: Callable[[Sequence[np.ndarray]], bytes | None] | None = None
     """Makes a film of pictures, uint8 [height, width, 3]; None: no film is wanted."""
     metrics_host: str | None = "127.0.0.1"
     """As `WorkerSetup` has it."""

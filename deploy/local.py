@@ -30,10 +30,10 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from rich.console import Console
 
 from actors.collector import Collector, Episode, jit_act
-from actors.evaluate import Stopped, evaluate
+from actors.evaluate import Film, Stopped, evaluate
 from actors.watchdog import watch
 from deploy import config as configs
-from deploy import openloop, running
+from deploy import openloop, running, video
 from deploy.config import RunConfig, make_agent
 from deploy.files import alone_in
 from deploy.shares import Shares
@@ -303,7 +303,7 @@ class Run:
     def evaluate(self, stopped: Callable[[], bool]) -> dict[str, float]:
         """Fresh environments, and keys by the environment step: nothing of the training run is touched.
 
-        Raises Stopped once `stopped()`.
+        Raises Stopped once `stopped()`, NotImplementedError where a film is wanted and the environment has no picture.
         """
         config, index = self.config, self.env_steps
         own_seed = int(generator(config.seed, Stream.EVAL, index).integers(2**31))
@@ -313,7 +313,10 @@ class Run:
             stack.enter_context(watch(env, config.env.timeout))
             params = self.agent.acting_params(self.state.train)
             key = stream(config.seed, Stream.EVAL, index)
-            found = evaluate(self.agent, self._eval_act, params, env, key, stopped=stopped)
+            film = Film() if config.eval.videos else None
+            found = evaluate(self.agent, self._eval_act, params, env, key, film, stopped)
+        if film is not None and (encoded := video.encode(film.frames)) is not None:
+            video.keep_film(encoded, self.run_dir, index, config.eval.videos)
         self.progress.evaluated = self.env_steps
         return evaluated(found.total_reward, found.length)
 
@@ -646,6 +649,8 @@ def train(
     level: of the events in its log. Raises ValueError, EnvError, OSError or NonFiniteUpdate with one sentence.
     """
     check_run_dir(config, run_dir, resume)
+    if config.eval.videos:
+        video.check_writable()
     with ExitStack() as stack:
         if resume:
             stack.enter_context(alone_in(run_dir))

@@ -32,17 +32,24 @@ def check_writable() -> None:
         raise ImportError("writing a video needs imageio-ffmpeg; install it with: pip install 'telamon[video]'") from e
 
 
-def encode(frames: Iterable[np.ndarray]) -> bytes:
-    """An mp4 file of frames as `write_video` takes them, at FPS. Raises as it does."""
-    with tempfile.TemporaryDirectory(prefix="telamon-film-") as folder:
-        path = Path(folder) / "film.mp4"
-        write_video(frames, path, FPS)
-        return path.read_bytes()
+def encode(frames: Iterable[np.ndarray]) -> bytes | None:
+    """An mp4 file of frames as `write_video` takes them, at FPS. Raises ImportError and ValueError as it does.
+
+    A film is no reason to stop a run: None, and a line in the log, where the disk or ffmpeg fails.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="telamon-film-") as folder:
+            path = Path(folder) / "film.mp4"
+            write_video(frames, path, FPS)
+            return path.read_bytes()
+    except OSError as error:
+        log.warning("event=film_not_made error=%r", str(error))
+        return None
 
 
 def keep_film(film: bytes, run_dir: Path, step: int, keep: int) -> None:
     """Writes the film of an evaluation at `step` environment steps into RUN/videos, and drops all such films but the
-    newest `keep`. Files of other names are left alone. A film is no reason to stop a run: what goes wrong is logged."""
+    newest `keep`. Files of other names are left alone. What goes wrong is logged, as in `encode`."""
     folder = run_dir / FOLDER
     path = folder / f"eval-{step:012d}.mp4"
     part = path.with_suffix(".part.mp4")

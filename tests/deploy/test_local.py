@@ -163,6 +163,24 @@ def test_evaluation_touches_nothing_of_training(monkeypatch, tmp_path):
         assert all(0 <= step - k * every < 2 for k, step in enumerate(evaluated))
 
 
+def test_films_of_the_newest_evaluations(monkeypatch, tmp_path):
+    monkeypatch.setattr(counting.Counting, "render", lambda self: np.full((16, 16, 3), 10 * self._t, np.uint8))
+    harness = probing(monkeypatch, lengths=(5,), steps=60)
+    harness.run(tmp_path / "without")
+    harness.run(tmp_path / "with", eval=EvalConfig(every=20, episodes=2, videos=2))
+    films = sorted(path.name for path in (tmp_path / "with" / "videos").iterdir())
+    assert films == ["eval-000000000040.mp4", "eval-000000000060.mp4"]
+    assert not (tmp_path / "without" / "videos").exists()
+    both = lines(tmp_path / "with")
+    assert [line for line in both if "eval/return" not in line] == lines(tmp_path / "without")
+
+
+def test_an_environment_without_pictures_cannot_be_filmed(monkeypatch, tmp_path):
+    harness = probing(monkeypatch, eval=EvalConfig(every=20, episodes=1, videos=1))
+    with pytest.raises(NotImplementedError, match="no picture"):
+        harness.run(tmp_path / "run")
+
+
 def test_an_evaluation_uses_the_parameters_of_its_moment(monkeypatch, tmp_path):
     harness = probing(monkeypatch, lengths=(5,), steps=60, eval=EvalConfig(every=20, episodes=3))
     harness.run(tmp_path / "run")

@@ -98,3 +98,9 @@ def test_a_film_that_cannot_be_kept_is_logged(tmp_path, caplog):
     keep_film(b"film", tmp_path, 7, keep=1)
     assert "event=film_not_kept" in caplog.text
     assert "eval-000000000007.mp4" in caplog.text
+
+
+def test_a_film_that_cannot_be_made_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "/nowhere/ffmpeg")
+    assert encode([grey(20, 32, 48)]) is None
+    assert "event=film_not_made" in caplog.text
