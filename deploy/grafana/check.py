@@ -1,6 +1,6 @@
 """Whether dashboards, rules and alerts have something to show: `python -m deploy.grafana.check http://127.0.0.1:9090`.
 
-Asks a Prometheus that scrapes a run of `telamon launch` which is under way. Every expression of every panel and every
+Asks a Prometheus that scrapes a run which is under way. Every expression of every panel and every
 recording rule must give a number; no answer is a failure, and so is one that is not a number. An alert is rightly
 silent, so each series that it looks at must be there instead. The exit code is 1 where anything failed.
 """
@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
@@ -29,12 +29,21 @@ TIMEOUT = 30.0
 
 SELECTOR = re.compile(r"\b((?:run\w*:)?telamon_[\w:]+|up)\b(\{[^}]*\})?")
 """A metric in PromQL, with its matchers."""
-EMPTY: Mapping[str, tuple[str, ...]] = {
+NOT_OF_ONE_PROCESS = "|".join((
+    # which alerts want of the roles `actor` and `learner`, and of those that a driver leads
+    "telamon_actor_snapshot_version", "telamon_learner_limiter_band_rows", "up",
+    r"(run:)?telamon_actor_snapshot_delay_seconds\S*",
+    r"telamon_evaluator_\w+",
+    r"(run:)?telamon_learner_(beside|limiter_credit|pushes|\w+_pushes|push_seconds|snapshot)\S*",
+    r"(run_method:)?telamon_replay_(busy|calls|connections|request|sampled_age|unauthenticated)\S*",
+))  # fmt: skip
+EMPTY: Mapping[str, Sequence[str]] = {
     "run:telamon_learner_write_back_stale:ratio5m": ("tdmpc2",),  # keeps no latents in the replay
-    "telamon_replay_refused_rows_total": ("tdmpc2", "dreamerv3"),  # begins with the first row that is refused
-    "telamon_replay_credit_wait_seconds_total": ("tdmpc2", "dreamerv3"),  # and with the first append that waits
+    "telamon_replay_refused_rows_total": ("driver", "train"),  # begins with the first row that is refused
+    "telamon_replay_credit_wait_seconds_total": ("driver", "train"),  # and with the first append that waits
+    NOT_OF_ONE_PROCESS: ("train",),  # which hands nothing to anybody
 }
-"""Metric -> agents whose runs need not have it. Nothing else may be missing."""
+"""Pattern of metrics' names -> agents, and leading roles, whose runs may lack them. Nothing else may be missing."""
 
 
 class Sample(NamedTuple):
@@ -108,21 +117,25 @@ def looked_at() -> Iterator[Shown]:
             yield Shown(f"alerts.yml, {name}", f"count({selector})")
 
 
-def may_be_empty(expr: str, agent: str) -> bool:
-    """Whether a run of `agent` need not have what is asked for."""
-    return any(agent in EMPTY.get(match[1], ()) for match in SELECTOR.finditer(expr))
+def may_be_empty(expr: str, kinds: Collection[str]) -> bool:
+    """Whether a run need not have what is asked for. kinds: its agent, and the role of the process that leads it."""
+    names = [match[1] for match in SELECTOR.finditer(expr)]
+    return any(
+        re.fullmatch(pattern, name) and not set(kinds).isdisjoint(lacking)
+        for name in names
+        for pattern, lacking in EMPTY.items()
+    )
 
 
-def failing(url: str, shown: Shown, agent: str) -> str | None:
-    """What is wrong with an answer."""
+def failing(url: str, shown: Shown, kinds: Collection[str]) -> str | None:
+    """What is wrong with an answer. kinds: as in `may_be_empty`."""
     try:
         found = ask(url, shown.expr)
     except BadQuery as error:
         return f"{shown.where}: {error}: {shown.expr}"
-    if not found:
-        return None if may_be_empty(shown.expr, agent) else f"{shown.where}: no data: {shown.expr}"
     if all(math.isnan(sample.value) for sample in found):
-        return f"{shown.where}: not a number: {shown.expr}"
+        wrong = "not a number" if found else "no data"
+        return None if may_be_empty(shown.expr, kinds) else f"{shown.where}: {wrong}: {shown.expr}"
     missing = {label for label in shown.labels if not all(label in sample.labels for sample in found)}
     return f"{shown.where}: no label {', '.join(sorted(missing))}: {shown.expr}" if missing else None
 
@@ -134,16 +147,15 @@ def check(url: str, run: str | None = None) -> tuple[int, list[str]]:
     Raises ValueError where there is none, OSError where no Prometheus answers.
     """
     found = ask(url, "telamon_driver_run_info and on (run) run:telamon_driver_running:max == 1")
-    agents = {sample.labels["run"]: sample.labels["algorithm"] for sample in found}
-    if not agents or (run is not None and run not in agents):
-        raise ValueError(f"Prometheus at {url} knows of no run under way{'' if run is None else f' called {run}'}")
-    run = run or min(agents)
-    bad = [
-        f"alerts.yml, {name}: {error}" for name, expr in rules("alert", "alerts.yml") if (error := refused(url, expr))
-    ]
-    asked: Sequence[Shown] = [*panels(run), *recorded(run), *looked_at()]
-    answers = [failing(url, shown, agents[run]) for shown in asked]
-    return len(asked), [*bad, *(line for line in answers if line)]
+    runs = {sample.labels["run"]: (sample.labels["algorithm"], sample.labels["role"]) for sample in found}
+    if not runs or (run is not None and run not in runs):
+        raise ValueError(f"Prometheus knows of no run under way{'' if run is None else f' called {run}'}")
+    run = run or min(runs)
+    asked = [*panels(run), *recorded(run), *looked_at()]
+    answers = [failing(url, shown, runs[run]) for shown in asked]
+    alerts = [(name, refused(url, expr)) for name, expr in rules("alert", "alerts.yml")]
+    bad = [f"alerts.yml, {name}: {reason}" for name, reason in alerts if reason is not None]
+    return len(asked), [*(line for line in answers if line is not None), *bad]
 
 
 def refused(url: str, expr: str) -> str | None:
@@ -161,7 +173,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("url", help="of Prometheus, http://HOST:PORT")
     parser.add_argument("--run", help="path of the run; by default one that is under way")
     given: Any = parser.parse_args(words)
-    asked, failures = check(given.url.rstrip("/"), given.run)
+    try:
+        asked, failures = check(given.url.rstrip("/"), given.run)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{parser.prog}: {given.url}: {error}\n")
+        return 1
     sys.stdout.writelines(f"{line}\n" for line in failures)
     sys.stdout.write(f"{asked} expressions, {len(failures)} failed\n")
     return 1 if failures else 0

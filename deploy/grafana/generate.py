@@ -17,6 +17,7 @@ from grafana_foundation_sdk.models.common import (
     BigValueTextMode,
     LegendDisplayMode,
     LegendPlacement,
+    ScaleDistribution,
     StackingMode,
     TooltipDisplayMode,
     VisibilityMode,
@@ -58,7 +59,8 @@ def _newest(mode: BigValueTextMode) -> stat.Panel:
 
 
 def _heat() -> heatmap.Panel:
-    return heatmap.Panel().calculate(False).show_legend()
+    even = common.ScaleDistributionConfig().type(ScaleDistribution.LINEAR)
+    return heatmap.Panel().calculate(False).show_legend().scale_distribution(even)
 
 
 MAKE: Mapping[Kind, Callable[[], Any]] = {
@@ -78,6 +80,7 @@ def panel(shown: Panel) -> Any:
         query = prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(chr(ord("A") + number))
         if shown.kind == "heat":
             query = query.format(PromQueryFormat.HEATMAP)
+            made = made.y_axis(heatmap.YAxisConfig().unit(shown.unit))
         made = made.with_target(query.instant() if shown.kind in ("number", "word") else query.range())
     return made.span(shown.width).height(shown.height)
 

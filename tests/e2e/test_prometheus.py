@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from bench.chaos_launch import PATIENCE, Run, kill, pid_of, works
+from bench.chaos_launch import PATIENCE, Run, kill, pid_of, tiny, works
 from deploy.grafana import check
 from deploy.grafana.check import Sample
 from tests.waiting import SECONDS, until
@@ -72,8 +73,14 @@ class Prometheus:
     def ask(self, expr: str) -> list[Sample]:
         return check.ask(self.url, expr)
 
-    def targets(self, job: str) -> list[dict[str, Any]]:
-        return [one for one in self.get("targets", state="active")["activeTargets"] if one["scrapePool"] == job]
+    def targets(self, job: str, run: Path) -> list[dict[str, Any]]:
+        found = self.get("targets", state="active")["activeTargets"]
+        return [one for one in found if one["scrapePool"] == job and one["labels"]["run"] == label(run)]
+
+
+def label(run_dir: Path) -> str:
+    """What `run` says of a run."""
+    return str(run_dir.resolve())
 
 
 @contextmanager
@@ -121,19 +128,40 @@ def by_http(config: str, port: int) -> str:
     return yaml.safe_dump(found).replace(":9400/", f":{port}/")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A launch of DreamerV3, which writes latents back."""
-    folder = tmp_path_factory.mktemp("launch")
-    environment = {
+def environment(folder: Path) -> dict[str, str]:
+    """Of a command whose compiled programs need not be fast."""
+    return {
         **os.environ,
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
     }
-    options = ["dreamerv3", "gym:CartPole-v1", "--preset", "debug", "--steps", "1000000000", "--actors", "2",
-               "--eval.every", "200", "--eval.episodes", "2", "--checkpoint.every", "200", "--report.every", "200",
-               "--restarts", "1000"]  # fmt: skip
-    launched = Run(folder / "run", options, environment)
+
+
+OFTEN = ["--steps", "1000000000", "--eval.every", "200", "--eval.episodes", "2", "--checkpoint.every", "200",
+         "--report.every", "200"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a run of one process, of TD-MPC2."""
+    folder = tmp_path_factory.mktemp("alone")
+    telamon = [sys.executable, "-m", "deploy.cli", "train", "tdmpc2", "counting:continuous"]
+    options = [*tiny(), "--agent.buffer-size", "200000", *OFTEN, "--metrics-port", "0", "--run-dir", f"{folder}/run"]
+    with (folder / "out").open("wb") as out:
+        process = subprocess.Popen([*telamon, *options], env=environment(folder), stdout=out, stderr=out)
+    try:
+        yield folder / "run"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def run(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A launch of DreamerV3, which writes latents back."""
+    folder = tmp_path_factory.mktemp("launch")
+    options = ["dreamerv3", "gym:CartPole-v1", "--preset", "debug", *OFTEN, "--actors", "2", "--restarts", "1000"]
+    launched = Run(folder / "run", options, environment(folder))
     launched.start()
     try:
         launched.until(works)
@@ -145,12 +173,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def folder(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped files with a link to the run, as docs/monitoring.md says; alerts of two minutes do not wait."""
+def folder(alone: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped files with a link to each run, as docs/monitoring.md says; alerts of two minutes do not wait."""
     copy = tmp_path_factory.mktemp("prometheus") / "shipped"
     shutil.copytree(SHIPPED, copy, ignore=shutil.ignore_patterns("targets"))
     (copy / "targets").mkdir()
-    (copy / "targets" / "any-name.json").symlink_to(run.run_dir / "prometheus" / "targets.json")
+    for name, path in (("one", alone), ("two", run.run_dir)):
+        (copy / "targets" / f"{name}.json").symlink_to(path / "prometheus" / "targets.json")
     alerts = copy / "alerts.yml"
     alerts.write_text(alerts.read_text().replace("for: 2m", "for: 0s"))
     return copy
@@ -170,7 +199,7 @@ def expected(run: Run) -> dict[str, str]:
 
 def all_up(server: Prometheus, job: str, run: Run) -> Callable[[], bool]:
     def reached() -> bool:
-        found = server.targets(job)
+        found = server.targets(job, run.run_dir)
         return {one["labels"]["part"] for one in found if one["health"] == "up"} == set(expected(run))
 
     return reached
@@ -185,22 +214,22 @@ def firing(server: Prometheus, alert: str) -> list[Sample]:
 @pytest.mark.ray
 def test_every_part_is_found_and_said_who_it_is(run, prometheus):
     soon(all_up(prometheus, "telamon", run))
-    for target in prometheus.targets("telamon"):
+    for target in prometheus.targets("telamon", run.run_dir):
         part = target["labels"]["part"]
         assert target["labels"] == {
             "job": "telamon", "instance": part, "part": part, "role": expected(run)[part],
-            "run": str(run.run_dir.resolve()),
+            "run": label(run.run_dir),
         }  # fmt: skip
 
 
 @pytest.mark.e2e
 @pytest.mark.ray
-def test_every_panel_rule_and_alert_finds_its_series(run, prometheus):
+def test_every_panel_rule_and_alert_finds_its_series(alone, run, prometheus):
     told: list[str] = ["nothing was asked"]
 
     def nothing_is_missing() -> bool:
         try:
-            told[:] = check.check(prometheus.url, str(run.run_dir.resolve()))[1]
+            told[:] = [line for path in (run.run_dir, alone) for line in check.check(prometheus.url, label(path))[1]]
         except ValueError as error:  # it has not seen the driver yet
             told[:] = [str(error)]
         return not told
@@ -211,6 +240,8 @@ def test_every_panel_rule_and_alert_finds_its_series(run, prometheus):
         raise AssertionError("\n".join(told)) from error
     for group in prometheus.get("rules")["groups"]:
         assert {rule["health"] for rule in group["rules"]} == {"ok"}
+    speeds = prometheus.ask("run:telamon_actor_env_steps:rate1m")
+    assert sorted(sample.labels["run"] for sample in speeds) == sorted(label(path) for path in (run.run_dir, alone))
     others = "TelamonTargetDown|TelamonRunGone|TelamonDiskNearlyFull"  # a busy machine, a full one
     assert not [sample for sample in firing(prometheus, ".*") if not re.fullmatch(others, sample.labels["alertname"])]
 
@@ -226,8 +257,8 @@ def test_the_driver_tells_prometheus_of_all_parts(run, folder):
     config = by_http(faster((SHIPPED / "prometheus.yml").read_text()), int(page.rpartition(":")[2]))
     with serving(config, folder) as server:
         soon(all_up(server, "telamon-http", run))
-        assert {one["labels"]["job"] for one in server.targets("telamon-http")} == {"telamon"}
-        assert not server.targets("telamon")
+        assert {one["labels"]["job"] for one in server.targets("telamon-http", run.run_dir)} == {"telamon"}
+        assert not server.targets("telamon", run.run_dir)
 
 
 @pytest.mark.e2e
@@ -252,12 +283,12 @@ def test_somebody_is_told_of_a_part_that_hangs_and_of_a_run_that_is_gone(run, pr
     assert hangs is not None
     os.kill(hangs, signal.SIGSTOP)
     try:
-        soon(lambda: firing(prometheus, "TelamonTargetDown"))
-        told = {(sample.labels["run"], sample.labels["part"]) for sample in firing(prometheus, "TelamonTargetDown")}
-        assert (str(run.run_dir.resolve()), "actor-1") in told
+        what = label(run.run_dir), "actor-1"
+        told = lambda: [(s.labels["run"], s.labels["part"]) for s in firing(prometheus, "TelamonTargetDown")]
+        soon(lambda: what in told())
     finally:
         os.kill(hangs, signal.SIGCONT)
     assert run.process is not None
     os.kill(run.process.pid, signal.SIGKILL)
-    soon(lambda: firing(prometheus, "TelamonRunGone"))
-    assert {sample.labels["run"] for sample in firing(prometheus, "TelamonRunGone")} == {str(run.run_dir.resolve())}
+    gone = label(run.run_dir)
+    soon(lambda: any(sample.labels["run"] == gone for sample in firing(prometheus, "TelamonRunGone")))
