@@ -590,7 +590,6 @@ def execute(
             writer = stack.enter_context(MetricsWriter(run.run_dir, resume_length))
             if page is not None:
                 stack.enter_context(page.showing(run, standing))
-                standing.notes.append(f"metrics {page.url}")
             stack.enter_context(live)
             trace = stack.enter_context(tracing(profile, run.run_dir / TRACES, say))
             teller.state = "running"

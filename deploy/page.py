@@ -73,12 +73,14 @@ class Page:
             DiskMetrics(run.run_dir, self.registry)
         DriverMetrics(lambda: self._figures(run, standing, warnings.lines), self.targets.counts, self.registry)
         self.targets.update([Target("train", PART, self.url)])
+        standing.notes.append(note := f"metrics {self.url}")
         logging.getLogger().addHandler(warnings)
         try:
             with compilations.counted(warm=lambda: run.counters.updates > loop.begun.updates):
                 yield
         finally:
             logging.getLogger().removeHandler(warnings)
+            standing.notes.remove(note)
             self.targets.update(())
 
     def _figures(self, run: Run, standing: Standing, lines: Mapping[str, int]) -> RunFigures:

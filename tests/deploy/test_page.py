@@ -21,6 +21,7 @@ from deploy.discovery import TARGETS_FILE
 from deploy.local import Beside
 from tests.harness import TINY, after, probing
 from tests.probe import Remembering
+from tests.waiting import until
 
 CONSOLE = Console(file=io.StringIO())
 
@@ -50,6 +51,8 @@ def shown(harness, run_dir, resume=False, turns=80, before=lambda: None):
 
     def look(run):
         before()
+        until(lambda: running.read(run_dir).state == "running")  # as the page has it, too
+        assert f"metrics {page.url}" in running.read(run_dir).notes
         looked.append((read(page.url), (run_dir / TARGETS_FILE).read_text()))
         return True
 
@@ -63,7 +66,7 @@ def shown(harness, run_dir, resume=False, turns=80, before=lambda: None):
                 "labels": {"run": str(run_dir), "role": "train", "part": "train", "instance": "train"},
             }
         ]
-        assert running.read(run_dir).notes[-1] == f"metrics {page.url}"
+        assert "metrics" not in str(running.read(run_dir).notes)
         assert json.loads(read(page.url.replace("/metrics", "/targets"))) == []  # it has ended
         yield run, Samples(text)
 
