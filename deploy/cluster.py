@@ -395,6 +395,7 @@ class Launch:
         session: Session,
         spec: EnvSpec,
         token: str,
+        profile: int = 0,
         log_level: int = logging.INFO,
     ) -> None:
         self.config, self.cluster, self.run_dir = config, cluster, run_dir
@@ -411,7 +412,7 @@ class Launch:
         self._ahead = 0
         """Transitions that workers have told of since the learner said how many rows there are."""
         self.state = "starting"
-        self._session, self._token, self.log_level = session, token, log_level
+        self._session, self._token, self._profile, self.log_level = session, token, profile, log_level
         self._host = LOOPBACK if session.own else session.address
         self._policy = RestartPolicy(budget=cluster.restarts)
         self.targets = Targets(run_dir)
@@ -535,6 +536,7 @@ class Launch:
             fsdp=c.mesh.fsdp,
             publish_seconds=c.publish_seconds,
             metrics_host=self._host,
+            profile=0 if attempt else self._profile,
             log_level=self.log_level,
             size=c.learners,
         )
@@ -1068,6 +1070,7 @@ class Launch:
         self.state = "finished" if done else "stopped"
         self._look_at_itself()
         self.show(live)
+        self.targets.update(())  # of a run that dies before, they stay: whoever watches is to see that it is gone
         self.memory.save(self.run_dir)
         closing = [shard.handle.close.remote() for shard in self.shards if shard.handle is not None]
         ray.wait(closing, num_returns=len(closing), timeout=STOP_SECONDS)
@@ -1099,16 +1102,22 @@ class Launch:
 
 
 def launch(
-    config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool, console: Console, level: int = logging.INFO
+    config: RunConfig,
+    cluster: ClusterConfig,
+    run_dir: Path,
+    resume: bool,
+    console: Console,
+    profile: int = 0,
+    level: int = logging.INFO,
 ) -> int:
     """Trains on a cluster to the end or to a clean stop; returns the exit code (130 after Ctrl-C).
 
-    level: of the events in its logs.
+    profile: updates that the first learner traces. level: of the events in its logs.
     Raises ValueError, EnvError, OSError, PartFailed or NonFiniteUpdate with one sentence; nothing is left running.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerators are the learner's
     run_dir = run_dir.resolve()
-    cluster = check(config, cluster, run_dir, resume)
+    cluster = check(config, cluster, run_dir, resume, profile)
     parts = cluster.most_actors * cluster.actor_cpus + cluster.learners * cluster.learner_cpus + cluster.replay_shards
     with ExitStack() as stack:
         if resume:
@@ -1122,7 +1131,7 @@ def launch(
                 "tls_key and root_certificate, or say --insecure"
             )
         token = secrets.token_urlsafe(32)
-        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster, stopped), token, level)
+        run = Launch(config, cluster, run_dir, session, find_spec(config, cluster, stopped), token, profile, level)
         stack.callback(run.kill)
         if not any(REPLAY_RESOURCE in node["Resources"] for node in alive().values()):
             # shards are on this machine, which refuses what does not fit
@@ -1154,12 +1163,14 @@ def launch(
     return 130
 
 
-def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool) -> ClusterConfig:
+def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool, profile: int = 0) -> ClusterConfig:
     """Refuses what could not work, before anything is started; the cluster with what must stay as it was.
 
     Raises ValueError or FileNotFoundError.
     """
     local.check_run_dir(config, run_dir, resume)
+    if profile < 0:
+        raise ValueError(f"profile={profile} must be at least 0")
     if config.eval.videos:
         video.check_writable()
     if config.replay.address is not None:

@@ -93,6 +93,8 @@ class Launch(Start):
     """What `telamon launch ALGORITHM` takes."""
 
     cluster: Annotated[ClusterConfig, tyro.conf.arg(name="")]
+    profile: int = 0
+    """Updates of which the learner writes a trace into RUN/profile, once it is warm; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def launch(args: list[str]) -> int:
     except ImportError as e:
         raise ImportError(f"{e}; a cluster needs more: pip install 'telamon[service,cluster]'") from e
     options = parsed.options
-    return on_cluster(parsed.config, parsed.cluster, run_dir_of(parsed), options.resume, Console(), options.level)
+    return on_cluster(
+        parsed.config, parsed.cluster, run_dir_of(parsed), options.resume, Console(), parsed.profile, options.level
+    )
 
 
 def parse_run(name: str, args: list[str], fresh: Callable[[RunConfig], Parsed]) -> Parsed | int:

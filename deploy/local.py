@@ -38,10 +38,10 @@ from deploy.config import RunConfig, make_agent
 from deploy.files import alone_in
 from deploy.shares import Shares
 from deploy.standing import Standing
-from deploy.tracing import FOLDER as TRACES
-from deploy.tracing import Trace, tracing
 from learner import checkpoint, update
 from learner.batches import fresh_latents
+from learner.tracing import FOLDER as TRACES
+from learner.tracing import Trace, tracing
 from replay_server.store import Store, table_bytes
 from telamon.agents.base import Agent, Report
 from telamon.data import Clock, Counters, TrainRatio

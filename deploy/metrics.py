@@ -89,20 +89,20 @@ class DriverMetrics(Collector):
             yield GaugeMetricFamily(f"telamon_driver_{name}", text, value=value(f))
         yield _by("state", "1 for what the run does now.", "state", {s: s == f.state for s in STATES})
         yield _by("return", "Of the newest training episode, of the newest evaluation.", "of", f.returns)
-        yield _by("targets", "Pages for Prometheus.", "role", self._pages())
+        yield _by("targets", "Pages for Prometheus.", "kind", self._pages())
         parts = GaugeMetricFamily(
             "telamon_driver_parts", "Parts that the run shall have, and those that do their work.",
-            labels=["role", "state"],
+            labels=["kind", "state"],
         )  # fmt: skip
         for state, counts in (("wanted", f.wanted), ("running", f.running)):
-            for role, count in counts.items():
-                parts.add_metric([role, state], count)
+            for kind, count in counts.items():
+                parts.add_metric([kind, state], count)
         yield parts
         deaths = CounterMetricFamily(
-            "telamon_driver_restarts", "Deaths of parts, after which they are started again.", labels=["role"]
+            "telamon_driver_restarts", "Deaths of parts, after which they are started again.", labels=["kind"]
         )
-        for role in f.wanted:
-            deaths.add_metric([role], f.restarts.get(role, 0))
+        for kind in f.wanted:
+            deaths.add_metric([kind], f.restarts.get(kind, 0))
         yield deaths
         said = CounterMetricFamily("telamon_driver_log_lines", "Lines that parts have logged.", labels=["level"])
         for level in ("WARNING", "ERROR"):

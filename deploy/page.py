@@ -78,10 +78,10 @@ class Page:
         try:
             with compilations.counted(warm=lambda: run.counters.updates > loop.begun.updates):
                 yield
+            self.targets.update(())  # of a run that fails they stay: whoever watches is to see that it is gone
         finally:
             logging.getLogger().removeHandler(warnings)
             standing.notes.remove(note)
-            self.targets.update(())
 
     def _figures(self, run: Run, standing: Standing, lines: Mapping[str, int]) -> RunFigures:
         """Of the run, which another process may have brought further than the checkpoint that this one began at."""

@@ -13,9 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from jax.profiler import TraceAnnotation, annotate_function
 
 from learner import limiter
 from learner.background import POLL_SECONDS, Background, Beside, Outbox
@@ -194,7 +196,8 @@ class Batches:
                 log.warning("event=no_windows error=%s", error)
             else:
                 began = self._clock()
-                batch = Batch(self._place(window), origin(window))
+                with TraceAnnotation("copy"):
+                    batch = Batch(self._place(window), origin(window))
                 self._beside.copy += self._clock() - began
                 return batch
         return None
@@ -202,7 +205,8 @@ class Batches:
     def _sampled(self) -> Window:
         began = self._clock()
         try:
-            return self._sample()
+            with TraceAnnotation("sample"):
+                return self._sample()
         finally:
             self._beside.sample += self._clock() - began
 
@@ -262,6 +266,7 @@ class WriteBacks:
         """As `stop`, and waits for the last call."""
         self._outbox.end()
 
+    @partial(annotate_function, name="write_back")
     def _send(self, item: tuple[Origin, Outcome]) -> None:
         origin, outcome = item
         if int(outcome.streak) > 0:

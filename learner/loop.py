@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
+from jax.profiler import StepTraceAnnotation
 from jax.sharding import Mesh
 
 from learner import checkpoint, limiter, mesh, update
@@ -34,6 +35,8 @@ from learner.checkpoint import Saved
 from learner.compilations import Compilations, Compiled
 from learner.group import SOLO, Group
 from learner.limiter import Totals
+from learner.tracing import FOLDER as TRACES
+from learner.tracing import Trace, tracing
 from learner.update import LearnerState, Outcome
 from telamon.agents.base import Agent, PyTree, Report
 from telamon.data import Counters, LimiterConfig, RowSpec, Window, WindowSpec, as_dtype, from_columns
@@ -98,6 +101,8 @@ class LearnerSetup:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = 0
     """Of the page for Prometheus; 0: a free one; None: no page."""
+    profile: int = 0
+    """Updates of which the leading process writes a trace into `run_dir`/profile, once it is warm."""
     log_level: int = logging.INFO
     """Events of this level and above travel with the statuses."""
     rank: int = 0
@@ -218,6 +223,7 @@ class Loop:
 
         # what is trained, and what has been done
         self._state: LearnerState
+        self._trace: Trace
         self._updates = self._skipped = self._skipped_before = 0
         self._totals = Totals()
         """Of the run up to the present source."""
@@ -344,7 +350,12 @@ class Loop:
 
         Raises NonFiniteUpdate, ValueError where no checkpoint is whole, and what a shard, the actors or the disk raise.
         """
-        with self._compilations.counted(warm=lambda: self._stage == "training"):
+        s = self._setup
+        traced = s.profile if s.rank == 0 else 0
+        with (
+            self._compilations.counted(warm=lambda: self._stage == "training"),
+            tracing(traced, s.run_dir / TRACES) as self._trace,
+        ):
             try:
                 self._build()
                 self._restore()
@@ -573,8 +584,11 @@ class Loop:
         assert source is not None
         began = self._clock()
         self._watch.now("compute")
-        index = np.uint32(self._updates)
-        self._state, outcome = self._update(self._state, batch.window, self._key, index)
+        if self._setup.profile:
+            self._trace.before_update(self._inserted())
+        with StepTraceAnnotation("update", step_num=self._updates):
+            index = np.uint32(self._updates)
+            self._state, outcome = self._update(self._state, batch.window, self._key, index)
         source.gate.trained()
         self._watch.now("write_back")
         self._write_backs.put(batch.origin, outcome)

@@ -257,15 +257,15 @@ OVERVIEW = Board(
                 "That do their work, and that there should be.",
                 "count:parts",
                 {
-                    "{{exported_role}} running": 'telamon_driver_parts{run="$run", state="running"}',
-                    "{{exported_role}} wanted": 'telamon_driver_parts{run="$run", state="wanted"}',
+                    "{{kind}} running": 'telamon_driver_parts{run="$run", state="running"}',
+                    "{{kind}} wanted": 'telamon_driver_parts{run="$run", state="wanted"}',
                 },
             ),
             Panel(
                 "Restarts",
                 "Deaths of parts within ten minutes; all are started again.",
                 "count:restarts",
-                {"{{exported_role}}": 'increase(telamon_driver_restarts_total{run="$run"}[10m])'},
+                {"{{kind}}": 'increase(telamon_driver_restarts_total{run="$run"}[10m])'},
                 width=12,
             ),
             MEMORY,

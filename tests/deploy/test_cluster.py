@@ -940,6 +940,15 @@ def test_lines_of_metrics_say_what_the_time_went_to(fake, run):
     assert "time/actors_environment_ratio" not in second  # no time has passed for them
 
 
+def test_a_trace_is_made_by_the_first_learner_alone(fake, run):
+    here = run(actors=1)
+    here.launch._profile = 5
+    here.begin()
+    here.learner.die()
+    here.turns(4)
+    assert [actor.args[0].profile for actor in fake.of("LearnerWorker")] == [5, 0]
+
+
 def test_every_part_logs_at_the_level_of_the_run(fake, run):
     here = run(actors=2, config=EVALUATING)
     here.launch.log_level = logging.DEBUG
@@ -1005,7 +1014,11 @@ def test_an_evaluation_that_goes_on_is_waited_for_where_the_run_is_done(fake, ru
             asked.answer(evaluated(1))
 
     fake.while_asleep = asleep
+    here.launch.page = "http://127.0.0.1:90/metrics"
+    here.turns(1)
+    assert json.loads(here.launch.targets.text()) != []
     here.launch.close(here.writer, here.live, done)
+    assert json.loads(here.launch.targets.text()) == []
     assert (fake.now >= until) == done
     assert [line["eval/return"] for line in read_metrics(here.run_dir) if "eval/return" in line] == [2.0] * done
 
@@ -1174,6 +1187,11 @@ def test_a_tls_file_that_is_not_there_is_named(tmp_path):
         cluster.check(CONFIG, tls, tmp_path / "run", resume=False)
     (tmp_path / "root").write_text("PEM")
     cluster.check(CONFIG, tls, tmp_path / "run", resume=False)
+
+
+def test_a_trace_of_less_than_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^profile=-1 must be at least 0$"):
+        cluster.check(CONFIG, ClusterConfig(), tmp_path / "run", resume=False, profile=-1)
 
 
 def test_only_what_dead_drivers_left_is_swept(tmp_path, monkeypatch):

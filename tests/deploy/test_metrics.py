@@ -44,11 +44,11 @@ def sample(figures: RunFigures, name: str, **labels: str) -> float | None:
         ("state", {"state": "failed"}, 0),
         ("return", {"of": "train"}, 12.5),
         ("return", {"of": "eval"}, None),
-        ("targets", {"role": "actor"}, 2),
-        ("parts", {"role": "actor", "state": "wanted"}, 2),
-        ("parts", {"role": "actor", "state": "running"}, 1),
-        ("restarts_total", {"role": "actor"}, 4),
-        ("restarts_total", {"role": "learner"}, 0),
+        ("targets", {"kind": "actor"}, 2),
+        ("parts", {"kind": "actor", "state": "wanted"}, 2),
+        ("parts", {"kind": "actor", "state": "running"}, 1),
+        ("restarts_total", {"kind": "actor"}, 4),
+        ("restarts_total", {"kind": "learner"}, 0),
         ("log_lines_total", {"level": "WARNING"}, 2),
         ("log_lines_total", {"level": "ERROR"}, 0),
     ],
@@ -73,5 +73,5 @@ def test_the_page_and_the_targets_beside_it(figures, tmp_path):
         page = urllib.request.urlopen(url).read().decode()
         found = json.load(urllib.request.urlopen(url.removesuffix("metrics") + "targets"))
     assert "telamon_driver_env_steps_total 1200.0" in page
-    assert 'telamon_driver_targets{role="learner"} 1.0' in page
+    assert 'telamon_driver_targets{kind="learner"} 1.0' in page
     assert found == json.loads(targets.text())

@@ -82,8 +82,8 @@ def test_one_page_tells_of_actor_learner_replay_and_run(monkeypatch, tmp_path):
         assert page.of("learner_trained_rows_total") == c.updates * run.agent.batch_size * run.agent.window_spec.length
         assert page.of("driver_asked_env_steps") == 60
         assert page.of("driver_state", state="running") == 1
-        assert page.of("driver_parts", role="train", state="wanted") == 1
-        assert page.of("driver_targets", role="train") == 1
+        assert page.of("driver_parts", kind="train", state="wanted") == 1
+        assert page.of("driver_targets", kind="train") == 1
         assert page.of("driver_evaluated_env_steps") == 0
         assert page.of("learner_checkpoint_seconds_count") == run.saved.checkpoints - 1 > 0  # the last one came later
         assert page.of("learner_stage", stage="training") == 1
@@ -119,6 +119,16 @@ def test_counters_of_a_resumed_run_begin_at_0_and_those_of_the_run_never_fall(mo
         assert page.of("driver_rows_total") == run.counters.rows
         assert page.of("driver_env_steps_total") == 1e6
         assert math.isfinite(page.of("learner_metric", name=next(iter(run.metrics))))
+
+
+def test_the_targets_of_a_run_that_fails_stay(monkeypatch, tmp_path):
+    def fail(run):
+        raise OSError("no space left")
+
+    with probing(monkeypatch).open(tmp_path / "run") as run, local.open_page(tmp_path / "run", 0) as page:
+        with pytest.raises(OSError, match="no space"):
+            local.execute(run, False, CONSOLE, lambda: fail(run), page=page)
+        assert json.loads(page.targets.text()) != []
 
 
 def test_warnings_are_counted_while_it_is_shown(monkeypatch, tmp_path):

@@ -269,7 +269,7 @@ def test_an_actor_that_is_started_again_adds_no_series(run, prometheus):
     (before,) = prometheus.ask(began)
     kill(run, "actor-0")
     soon(lambda: prometheus.ask(began)[0].value > before.value)
-    soon(lambda: prometheus.ask('telamon_driver_restarts_total{exported_role="actor"} > 0'))
+    soon(lambda: prometheus.ask('telamon_driver_restarts_total{kind="actor"} > 0'))
     for name in ("telamon_actor_ticks_total", "process_start_time_seconds"):
         series = prometheus.get("series", **{"match[]": f'{name}{{role="actor"}}'})
         assert sorted(one["instance"] for one in series) == ["actor-0", "actor-1"]

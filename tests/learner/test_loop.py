@@ -235,6 +235,19 @@ def test_a_run_that_finishes_makes_the_updates_that_are_due_and_no_more(rig):
     assert found.loop.status().stage == "finished"
 
 
+@pytest.mark.parametrize(("rank", "told"), [(0, [10, 13]), (1, [])])
+def test_a_trace_is_made_of_so_many_updates_by_the_leading_process(rig, monkeypatch, rank, told):
+    monkeypatch.setattr("learner.tracing.WARM_TICKS", 0)  # this gate has no rows come
+    found = rig(due=20, setup={"profile": 3})
+    found.loop._setup = replace(found.loop._setup, rank=rank)
+    at = []
+    note = lambda *args, **options: at.append(found.loop.status().updates)
+    monkeypatch.setattr(jax.profiler, "start_trace", note)
+    monkeypatch.setattr(jax.profiler, "stop_trace", note)
+    found.run()
+    assert at == told
+
+
 def test_a_run_whose_shards_are_gone_finishes_without_them(rig, monkeypatch, caplog):
     monkeypatch.setattr("learner.loop.QUIET_SECONDS", 0.5)
     found = rig(due=7, ahead=-3)

@@ -10,8 +10,9 @@ from collections import Counter
 import jax
 import pytest
 
-from deploy import local, tracing
-from deploy.tracing import FOLDER, WARM_TICKS, WARM_UPDATES, Trace
+from deploy import local
+from learner import tracing
+from learner.tracing import FOLDER, WARM_TICKS, WARM_UPDATES, Trace
 from tests.harness import after, probing, stop
 
 
@@ -52,7 +53,7 @@ def test_a_burst_is_not_what_one_wants_to_see(calls, tmp_path):
 
 
 def test_a_run_that_ends_before_ends_its_trace(calls, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "deploy")
+    caplog.set_level(logging.INFO, "learner")
     with tracing.tracing(100, tmp_path, lambda text: None) as trace:
         assert made(trace, calls, 15, 1) == [("begin", WARM_UPDATES)]
     assert calls == ["end"]

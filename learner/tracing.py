@@ -1,4 +1,4 @@
-"""A trace of some updates, with all that happens between them: `telamon train --profile N` (docs/profiling.md)."""
+"""A trace of some updates, with all that happens between them: `--profile N` (docs/profiling.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Trace:
         self._running = False
 
     def before_update(self, ticks: int) -> None:
-        """ticks: that have been made, in this process or before."""
+        """ticks: that have been made, in this process or before; rows do as well."""
         if self._made == 0:
             self._first_tick = ticks
         if self._running and self._left == 0:
@@ -61,7 +61,7 @@ class Trace:
 
 
 @contextmanager
-def tracing(updates: int, folder: Path, say: Callable[[str], None]) -> Iterator[Trace]:
+def tracing(updates: int, folder: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[Trace]:
     """A trace that has ended when the block has."""
     trace = Trace(updates, folder, say)
     try:
