@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from ray._private.accelerators import TPUAcceleratorManager
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from deploy.commands import RunOptions
+from deploy.commands import RunOptions, Status
 from deploy.config import ClusterConfig, RunConfig, flatten
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,8 @@ FOREIGN = {
 
 def test_runbook_names_options_that_exist():
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.-]*)", RUNBOOK.read_text()))
-    own = {*asdict(RunOptions()), *flatten(asdict(ClusterConfig())), *flatten(asdict(RunConfig("tdmpc2", "any:env")))}
+    configs = RunOptions(), Status(Path()), ClusterConfig(), RunConfig("tdmpc2", "any:env")
+    own = {key for config in configs for key in flatten(asdict(config))}
     assert named - {name.replace("_", "-") for name in own} == FOREIGN
     assert {"actors", "replay-shards", "insecure", "learner-gpus", "resume", "run-dir"} <= named
 
