@@ -64,8 +64,9 @@ from bench.chaos_launch import Run, tiny, works
 from bench.replay_limits import Memcpy
 from bench.timing import commit
 from deploy import local, presets
-from deploy.cluster import ONE_THREAD, TURN_SECONDS, Launch, connect, find_spec, prepare
+from deploy.cluster import ONE_THREAD, TURN_SECONDS, Launch, find_spec, prepare
 from deploy.config import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
+from deploy.session import connect
 from deploy.shards import Keeper, ShardSetup
 from learner.loop import blank
 from telamon.agents.dreamerv3.config import DreamerV3Config

@@ -11,20 +11,17 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ray
@@ -42,11 +39,9 @@ from actors.pool import (
     PartFailed,
     Pool,
     RestartPolicy,
-    Restarts,
     Seen,
     Started,
     one_line,
-    pause_after,
 )
 from actors.worker import GROUPS as ACTOR_GROUPS
 from actors.worker import EvalSetup, EvalWorker, RolloutWorker, WorkerSetup, describe
@@ -55,7 +50,9 @@ from deploy import discovery, loading, local, metrics, openloop, running, screen
 from deploy.config import FIXED, ClusterConfig, RunConfig, make_agent
 from deploy.discovery import Target, Targets
 from deploy.files import alone_in, replace_text
+from deploy.kept import PLACEMENT_SECONDS, STATUS_PATIENCE, STATUS_SECONDS, Kept, is_ready
 from deploy.plan import Plan, make_plan
+from deploy.session import LOOPBACK, Session, alive, connect
 from deploy.shards import ShardActor, ShardSetup
 from deploy.shares import Shares
 from learner import checkpoint, limiter
@@ -78,23 +75,14 @@ DRIVER_FILE = "driver.json"
 """What the driver must still know after it was killed."""
 TOKEN_FILE = "token"
 """Of mode 0600: the bearer token of the run's replay servers."""
-LOOPBACK = "127.0.0.1"
 TABLE = "run"
 REPLAY_RESOURCE = "replay"
 """Nodes that declare it get the replay shards; where none does, the driver's node has them."""
 TURN_SECONDS = 0.02
 """Between two looks of the driver. Workers have their next call already, so nobody waits for it."""
-STATUS_SECONDS = 1.0
-"""Between two questions how a part stands."""
-STATUS_PATIENCE = 120.0
-"""A part that does not answer for so long is taken for dead and replaced."""
-PLACEMENT_SECONDS = 600.0
-"""In which a cluster must find room for the learner: a node may have to be started for it."""
 FINISH_SECONDS = 600.0
 """For the updates that are still due, and the last checkpoint."""
 STOP_SECONDS = 60.0
-OBJECT_STORE_BYTES = 2**30
-"""For snapshots on their way, of a cluster that this command starts: there are two or three at a time."""
 BUFFER_TICKS = 2
 """That a worker may have unacknowledged. Enough to hide the way to the shard; what waits there for credit grows old."""
 CALLS, CALLS_PER_WRITER = 64, 3
@@ -103,8 +91,6 @@ ASK_SECONDS = 5.0
 """For workers to say which snapshot they have, when the learner is started again."""
 RATED = ("env_steps", "updates", "rows")
 """Numbers of a run whose speed is told."""
-RAY_ATTEMPTS = 5
-SHORT_FOLDER, TEMPORARY = "/tmp", "telamon-ray-"
 
 EnvVars = Mapping[str, str]
 
@@ -114,198 +100,6 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
 }
 """Workers that act on a CPU: one core each."""
-
-
-# Ray
-
-
-class Session(NamedTuple):
-    """A connection to Ray."""
-
-    node: str
-    """Id of the driver's node."""
-    address: str
-    """Of the driver's node, as the others reach it."""
-    own: bool
-    """Whether this command started the cluster, on this machine alone: then loopback will do. One that was joined may
-    have more nodes tomorrow."""
-
-
-def alive() -> dict[str, Mapping[str, Any]]:
-    """Node id -> what Ray tells of it."""
-    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-
-
-@contextmanager
-def connect(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[Session]:
-    """Joins the cluster that is named, or starts one on this machine that ends with the block.
-
-    num_cpus: that a cluster of our own pretends to have; the operating system shares out the real ones.
-    logs: where the logs of Ray itself are kept.
-    """
-    address = cluster.address or os.environ.get("RAY_ADDRESS")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if address is not None:
-        try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, ValueError) as error:
-            raise ConnectionError(f"no Ray cluster answers at {address} (address, or RAY_ADDRESS): {error}") from error
-        try:
-            yield _session(own=False)
-        finally:
-            ray.shutdown()
-        return
-    os.environ.setdefault("RAY_worker_niceness", "0")  # by default other programs of this machine come first
-    _sweep()
-    # Ray's sockets are in it, and a socket's path has at most 107 bytes: no run directory, and no TMPDIR
-    temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-", dir=SHORT_FOLDER)
-    try:
-        _start_ray(num_cpus, temporary, quiet)
-        yield _session(own=True)
-    finally:
-        ray.shutdown()
-        _keep_logs(Path(temporary), logs)
-
-
-def _start_ray(num_cpus: int, temporary: str, quiet: Mapping[str, Any]) -> None:
-    """A cluster on this machine. Ray gives its own processes 30 seconds, which a busy machine may exceed."""
-    for attempt in range(RAY_ATTEMPTS):
-        try:
-            ray.init(
-                address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address=LOOPBACK, _temp_dir=f"{temporary}/{attempt}", **quiet,
-            )  # fmt: skip
-            return
-        except Exception as error:  # noqa: BLE001  # Ray raises nothing more specific
-            ray.shutdown()
-            LOG.warning("event=ray_does_not_start attempt=%d error=%r", attempt, one_line(error))
-            last = one_line(error)
-    raise RuntimeError(f"Ray has not started in {RAY_ATTEMPTS} attempts; the last one: {last}")
-
-
-def _session(own: bool) -> Session:
-    node = ray.get_runtime_context().get_node_id()
-    return Session(node, alive()[node]["NodeManagerAddress"], own)
-
-
-def _sweep() -> None:
-    """Removes what drivers that were killed have left."""
-    for path in Path(SHORT_FOLDER).glob(f"{TEMPORARY}*"):
-        owner = re.fullmatch(rf"{TEMPORARY}(\d+)-\w+", path.name)
-        if owner is not None and not Path(f"/proc/{owner[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _keep_logs(temporary: Path, logs: Path) -> None:
-    """Keeps Ray's own logs of this session as `logs`, in place of older ones; the rest of its folder goes."""
-    found = sorted(temporary.glob("*/session_latest/logs"))
-    if found and logs.parent.is_dir():
-        shutil.rmtree(logs, ignore_errors=True)
-        with suppress(OSError):  # shutil's errors are OSErrors too; no reason to hide how the run ended
-            shutil.copytree(found[-1], logs, ignore=_empty, ignore_dangling_symlinks=True)
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _empty(folder: str, names: Sequence[str]) -> list[str]:
-    """Ray makes two files for every process, most of which stay empty."""
-    return [name for name in names if (path := Path(folder) / name).is_file() and not path.stat().st_size]
-
-
-# parts that are kept
-
-
-class Kept:
-    """An actor that is started again when it dies, and asked how it stands about once a second.
-
-    start: makes the actor of the n-th attempt, from 0; None while there is no room for it.
-    job: its method that is called once after each start, and whose result is kept.
-    policy: how long to wait before a start, and when to give up.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[int], Any],
-        job: str | None,
-        policy: RestartPolicy,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = name
-        self.handle: Any = None
-        """None while it is down."""
-        self.status: Any = None
-        """What it said last; None since it was started."""
-        self.result: Any = None
-        """Of its job; None while that goes on."""
-        self.starts = self.deaths = 0
-        self._start, self._job, self._restarts, self._clock = start, job, Restarts(policy), clock
-        self._working: Any = None
-        self._asked: Any = None
-        self._asked_at = self._start_at = -math.inf
-
-    def poll(self) -> Sequence[str]:
-        """Does what is due, without waiting. Returns its new log lines.
-
-        Raises PartFailed once it has died too often, and where its job raised something: no restart would help.
-        """
-        now = self._clock()
-        if self.handle is None:
-            if now >= self._start_at:
-                self._begin(now)
-            return ()
-        if self._working is not None and _is_ready(self._working):
-            try:
-                self._working, self.result = None, ray.get(self._working)
-            except ray.exceptions.RayTaskError as error:
-                raise PartFailed(f"{self.name}: {error.cause}") from error.cause
-            except ray.exceptions.RayError as error:
-                self.died(one_line(error))
-                return ()
-        return self._look(now)
-
-    def died(self, reason: str) -> None:
-        """Books a death; the next start is due after a pause. Raises PartFailed where it was one too many."""
-        now = self._clock()
-        self.deaths += 1
-        self.kill()
-        self._start_at = now + pause_after(self._restarts, self.name, reason, now)
-
-    def kill(self) -> None:
-        """Ends the process at once, if there is one."""
-        if self.handle is not None:
-            ray.kill(self.handle)
-        self.handle = self.status = self._working = self._asked = None
-
-    def _begin(self, now: float) -> None:
-        self.handle = self._start(self.starts)
-        if self.handle is None:
-            return
-        self.starts += 1
-        if self._job is not None:
-            self._working = getattr(self.handle, self._job).remote()
-        self._asked, self._asked_at = self.handle.status.remote(), now
-
-    def _look(self, now: float) -> Sequence[str]:
-        if self._asked is None:
-            if now - self._asked_at >= STATUS_SECONDS:
-                self._asked, self._asked_at = self.handle.status.remote(), now
-            return ()
-        if not _is_ready(self._asked):
-            if now - self._asked_at > (PLACEMENT_SECONDS if self.status is None else STATUS_PATIENCE):
-                self.died(f"it has not answered for {now - self._asked_at:.0f} s")
-            return ()
-        try:
-            self.status = ray.get(self._asked)
-        except ray.exceptions.RayError as error:
-            self.died(one_line(error))
-            return ()
-        self._asked = None
-        return self.status.log
-
-
-def _is_ready(ref: Any) -> bool:
-    return bool(ray.wait([ref], timeout=0)[0])
 
 
 # what the driver remembers
@@ -578,7 +372,7 @@ class Launch:
             bundles = [{k: v for k, v in bundle.items() if v}] * c.learners
             self._group = placement_group(bundles, strategy="SPREAD")
             self._group_ready = self._group.ready()
-        if not _is_ready(self._group_ready):
+        if not is_ready(self._group_ready):
             self._group_since = self._group_since or time.monotonic()
             if time.monotonic() - self._group_since < PLACEMENT_SECONDS:
                 return None
@@ -721,7 +515,7 @@ class Launch:
 
     def _poll_learner(self) -> None:
         self._write_log("learner", self.learner.poll())
-        for ref in [ref for ref in self._followers if _is_ready(ref)]:
+        for ref in [ref for ref in self._followers if is_ready(ref)]:
             try:
                 ray.get(ref)
                 # It has ended as it was told. Its process stays: its death would be one to the first one, which still
@@ -826,7 +620,7 @@ class Launch:
 
     def _evaluate(self, writer: MetricsWriter, live: LiveView) -> None:
         """Takes an evaluation that has ended; asks for one that is due. Training goes on meanwhile."""
-        if self._evaluation is not None and _is_ready(self._evaluation[0]):
+        if self._evaluation is not None and is_ready(self._evaluation[0]):
             (ref, asked), self._evaluation = self._evaluation, None
             try:
                 found = ray.get(ref)
@@ -849,7 +643,7 @@ class Launch:
 
     def _report(self, writer: MetricsWriter) -> None:
         """Likewise a look at the world model."""
-        if self._reporting is not None and _is_ready(self._reporting):
+        if self._reporting is not None and is_ready(self._reporting):
             ref, self._reporting = self._reporting, None
             try:
                 found = ray.get(ref)

@@ -25,7 +25,7 @@ from deploy import local, presets, running
 from deploy.cli import SUMMARIES
 from deploy.config import ALGORITHMS, OPTION_WORDS, ClusterConfig, Name, Option, RunConfig, default_run_dir
 from deploy.loading import load_agent
-from deploy.local import Beside
+from deploy.local import Extras
 from deploy.plot import plot_runs
 from deploy.video import write_video
 from telamon.envs.base import BatchedEnv
@@ -85,7 +85,7 @@ class Start:
 class Train(Start):
     """What `telamon train ALGORITHM` takes."""
 
-    beside: Annotated[Beside, tyro.conf.arg(name="")]
+    extras: Annotated[Extras, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class First:
 
 def train(args: list[str]) -> int:
     """Trains; the exit code is 0 at the end of the run, 130 after Ctrl-C, 2 after wrong usage."""
-    parsed = parse_run("train", args, lambda config: Train(RunOptions(), config, Beside()))
+    parsed = parse_run("train", args, lambda config: Train(RunOptions(), config, Extras()))
     if isinstance(parsed, int):
         return parsed
     options = parsed.options
-    return local.train(parsed.config, run_dir_of(parsed), options.resume, Console(), parsed.beside, options.level)
+    return local.train(parsed.config, run_dir_of(parsed), options.resume, Console(), parsed.extras, options.level)
 
 
 def launch(args: list[str]) -> int:

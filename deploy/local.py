@@ -574,7 +574,7 @@ def execute(
 ) -> bool:
     """From the start or the last checkpoint to the end (True) or to `stopped()` (False), and one more checkpoint.
 
-    profile: as in `Beside`. page: where Prometheus reads; None for none.
+    profile: as in `Extras`. page: where Prometheus reads; None for none.
     """
     config = run.config
     live = LiveView(f"{config.algorithm} on {config.task}", config.steps, console)
@@ -605,7 +605,7 @@ def execute(
 
 
 @dataclass(frozen=True)
-class Beside:
+class Extras:
     """What is shown of a run of one process besides, and is no part of the run."""
 
     profile: int = 0
@@ -640,7 +640,7 @@ def train(
     run_dir: Path,
     resume: bool,
     console: Console,
-    beside: Beside = Beside(),
+    extras: Extras = Extras(),
     level: int = logging.INFO,
 ) -> int:
     """Trains to the end or to a clean stop; returns the exit code (130 after Ctrl-C, as a shell expects).
@@ -659,7 +659,7 @@ def train(
         predicted = memory(config, agent, config.env.num)
         agent.schedule(config.env.num)  # refuses what could never start, before anything is written
         replay = stack.enter_context(open_replay(config, run_dir, agent))
-        page = None if beside.metrics_port is None else stack.enter_context(open_page(run_dir, beside.metrics_port))
+        page = None if extras.metrics_port is None else stack.enter_context(open_page(run_dir, extras.metrics_port))
         if not resume:
             check_table(replay)  # likewise
             stack.enter_context(alone_in(run_dir))
@@ -674,7 +674,7 @@ def train(
         stack.enter_context(watch(env, config.env.timeout))
         if page is not None:
             console.print(f"metrics {page.url}", highlight=False, soft_wrap=True)
-        finished = execute(run, resume, console, stack.enter_context(stop_on_signal()), beside.profile, page)
+        finished = execute(run, resume, console, stack.enter_context(stop_on_signal()), extras.profile, page)
     if finished:
         return 0
     text = f"stopped at {run.env_steps:,} env steps; repeat the command with --resume to continue"

@@ -13,7 +13,7 @@ import pytest
 from deploy import cli, commands, presets, running
 from deploy.cli import SUMMARIES, main
 from deploy.config import RunConfig
-from deploy.local import Beside
+from deploy.local import Extras
 from telamon.agents.dreamerv3.config import DreamerV3Config
 from telamon.telemetry.live import Part
 
@@ -112,8 +112,8 @@ def test_what_is_shown_besides_is_no_part_of_the_run(telamon, monkeypatch):
     telamon("train", "tdmpc2", "dmc:cartpole-swingup", "--profile", "5", "--metrics-port", "0", "--log-level", "debug")
     plain, besides = seen
     assert plain[0] == besides[0]
-    assert plain[4:] == (Beside(), logging.INFO)
-    assert besides[4:] == (Beside(profile=5, metrics_port=0), logging.DEBUG)
+    assert plain[4:] == (Extras(), logging.INFO)
+    assert besides[4:] == (Extras(profile=5, metrics_port=0), logging.DEBUG)
 
 
 def test_a_status_is_printed_once_where_stdout_is_no_terminal(telamon, tmp_path):

@@ -23,14 +23,16 @@ from rich.console import Console
 
 from actors.collector import Episode
 from actors.metrics import Figures
-from actors.pool import RestartPolicy
+from actors.pool import PartFailed, RestartPolicy
 from actors.rollout import Piece
 from actors.worker import Closed, Evaluated, WorkerStatus
-from deploy import cluster, discovery, running
+from deploy import cluster, discovery, running, session
 from deploy import config as configs
-from deploy.cluster import Kept, Launch, Memory, PartFailed, Session
+from deploy.cluster import Launch, Memory
 from deploy.config import ClusterConfig, EvalConfig, ReplayConfig, ReportConfig, RunConfig
 from deploy.files import replace_text
+from deploy.kept import Kept
+from deploy.session import Session
 from deploy.shards import ShardStatus
 from learner.limiter import Status as LimiterStatus
 from learner.limiter import Waits
@@ -1195,11 +1197,11 @@ def test_a_trace_of_less_than_nothing_is_refused(tmp_path):
 
 
 def test_only_what_dead_drivers_left_is_swept(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "SHORT_FOLDER", str(tmp_path))
+    monkeypatch.setattr(session, "SHORT_FOLDER", str(tmp_path))
     dead = subprocess.Popen(["true"])
     dead.wait()
     names = (f"telamon-ray-{dead.pid}-abc", f"telamon-ray-{os.getpid()}-abc", "telamon-ray-walker-1", "telamon-walker")
     for name in names:
         (tmp_path / name / "0").mkdir(parents=True)
-    cluster._sweep()
+    session._sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])

@@ -18,7 +18,7 @@ from rich.console import Console
 from deploy import local, running
 from deploy.config import EvalConfig
 from deploy.discovery import TARGETS_FILE
-from deploy.local import Beside
+from deploy.local import Extras
 from tests.harness import TINY, after, probing
 from tests.probe import Remembering
 from tests.waiting import until
@@ -147,7 +147,7 @@ def test_a_taken_port_is_refused_before_anything_is_written(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(OSError, match=rf"{port} is in use by process .*; stop it, or give --metrics-port"):
-            local.train(config(), tmp_path / "run", False, CONSOLE, Beside(metrics_port=port))
+            local.train(config(), tmp_path / "run", False, CONSOLE, Extras(metrics_port=port))
     assert not (tmp_path / "run").exists()
 
 
@@ -156,7 +156,7 @@ def test_without_its_libraries_it_is_refused_in_a_sentence(tmp_path, monkeypatch
     with pytest.raises(
         ValueError, match=r"metrics_port needs the extra `service` \(pip install 'telamon\[service\]'\)"
     ):
-        local.train(config(), tmp_path / "run", False, CONSOLE, Beside(metrics_port=0))
+        local.train(config(), tmp_path / "run", False, CONSOLE, Extras(metrics_port=0))
     assert not (tmp_path / "run").exists()
 
 
@@ -169,4 +169,4 @@ def config():
 )
 def test_what_is_shown_besides_has_bounds(changed, said):
     with pytest.raises(ValueError, match=said):
-        Beside(**changed)
+        Extras(**changed)
