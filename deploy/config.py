@@ -257,6 +257,8 @@ class ClusterConfig:
         for key, bound in low.items():
             if not values[key] >= bound:
                 raise ValueError(f"{key}={values[key]} must be at least {bound}")
+        if self.metrics_port >= 2**16:
+            raise ValueError(f"metrics_port={self.metrics_port} must be at most {2**16 - 1}")
         if not self.flush_every > 0:
             raise ValueError(f"flush_every={self.flush_every} must be above 0 seconds")
         if self.most_actors < self.actors:

@@ -75,6 +75,7 @@ def test_a_batch_that_learners_cannot_share():
         ({"actors": 2, "max_actors": 1}, "max_actors=1 is less than actors=2"),
         ({"actors": 2, "replay_shards": 3}, "replay_shards=3 is more than actors=2"),
         ({"publish_seconds": float("nan")}, "publish_seconds=nan"),
+        ({"metrics_port": 65536}, "metrics_port=65536 must be at most 65535"),
         ({"flush_every": 0.0}, "flush_every=0.0 must be above 0"),
         ({"tls_key": "key.pem"}, "TLS needs all of"),
     ],
