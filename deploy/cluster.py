@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -92,6 +93,9 @@ ASK_SECONDS = 5.0
 RATED = ("env_steps", "updates", "rows")
 """Numbers of a run whose speed is told."""
 
+LEVEL = re.compile(r"(?:time=\S+ )?level=(WARNING|ERROR)\b")
+"""How a line begins that the driver's log is to have too."""
+
 EnvVars = Mapping[str, str]
 
 ONE_THREAD = {
@@ -142,6 +146,32 @@ class Memory:
             return cls()
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+
+
+@dataclass
+class Follower:
+    """A process of a learner that does as the first one orders. It is asked how it stands, and no answer is no death:
+    the first one notices that, and all are started again."""
+
+    name: str
+    handle: Any
+    status: LearnerStatus | None = None
+    """What it said last."""
+    asked: Any = None
+    asked_at: float = -math.inf
+
+    def look(self, now: float) -> Sequence[str]:
+        """Asks, or takes the answer, without waiting. Returns its new log lines."""
+        if self.asked is None and now - self.asked_at >= STATUS_SECONDS:
+            self.asked, self.asked_at = self.handle.status.remote(), now
+        if self.asked is None or not is_ready(self.asked):
+            return ()
+        asked, self.asked = self.asked, None
+        try:
+            self.status = ray.get(asked)
+        except ray.exceptions.RayError:
+            return ()
+        return () if self.status is None else self.status.log
 
 
 # what Ray is asked for
@@ -216,6 +246,8 @@ class Launch:
             config.algorithm, config.task, config.seed, version("telamon"), run_dir, config.steps
         )
         """How the run stood when it was last looked at: its page is read in another thread."""
+        self._turned = time.monotonic()
+        """When that was."""
         self._returns: dict[str, float] = {}
         self._deaths = Counter(self.memory.restarts)
         """Role -> deaths of parts under earlier drivers, and of workers."""
@@ -232,7 +264,7 @@ class Launch:
         self._group_ready: Any = None
         self._group_since: float | None = None
         """Since when there has been no room for it."""
-        self._followers: dict[Any, Any] = {}
+        self._followers: dict[Any, Follower] = {}
         """Job -> handle of the learner's processes but the first."""
         self._ended: list[Any] = []
         """Handles of those of them that have done theirs."""
@@ -308,7 +340,7 @@ class Launch:
         places = self._places_of_learners()
         if places is None:
             return None
-        for handle in (*self._followers.values(), *self._ended):
+        for handle in (*self._following(), *self._ended):
             ray.kill(handle)
         self._ended.clear()
         c, config = self.cluster, self.config
@@ -345,7 +377,9 @@ class Launch:
             actor.options(scheduling_strategy=place, **resources).remote(replace(setup, rank=rank))
             for rank, place in enumerate(places)
         ]
-        self._followers = {handle.run.remote(): handle for handle in handles[1:]}
+        self._followers = {
+            handle.run.remote(): Follower(f"learner-{i}", handle) for i, handle in enumerate(handles) if i
+        }
         self._told = {}
         return handles[0]
 
@@ -505,7 +539,7 @@ class Launch:
 
     def _shard_moved(self, number: int) -> None:
         """Lets the learner know, and replaces the shard's workers: a client knows one address."""
-        for learner in (self.learner.handle, *self._followers.values()):
+        for learner in (self.learner.handle, *self._following()):
             if learner is not None:  # else it is told when it is started
                 learner.set_shards.remote(self._endpoints())
         for name, handle in self.pool.handles().items():
@@ -520,11 +554,13 @@ class Launch:
                 ray.get(ref)
                 # It has ended as it was told. Its process stays: its death would be one to the first one, which still
                 # writes the last checkpoint.
-                self._ended.append(self._followers.pop(ref))
+                self._ended.append(self._followers.pop(ref).handle)
             except ray.exceptions.RayError as error:
                 if self.learner.handle is not None:
                     self.learner.died(f"another process of its group has died: {one_line(error)}")
                 break
+        for follower in self._followers.values():
+            self._write_log(follower.name, follower.look(time.monotonic()))
         if (status := self.learner.status) is not None and status is not self._heard:
             self._heard, loop = status, status.loop
             self._limited = self._limited or loop.limiter is not None
@@ -533,6 +569,10 @@ class Launch:
             self.memory.version = max(self.memory.version, loop.version)
         if self.learner.result is not None:
             self.rows = max(self.rows, self.learner.result.counters.rows)
+
+    def _following(self) -> list[Any]:
+        """Handles of the learner's processes but the first."""
+        return [follower.handle for follower in self._followers.values()]
 
     def _take(self, events: Sequence[Event]) -> list[Episode]:
         episodes: list[Episode] = []
@@ -575,10 +615,9 @@ class Launch:
     def _write_log(self, name: str, lines: Sequence[str]) -> None:
         self.logs.write(name, lines)
         for line in lines:
-            for level in ("WARNING", "ERROR"):
-                if f"level={level}" in line:
-                    self._said[level] += 1
-                    LOG.warning("event=part_says part=%s line=%r", name, line)
+            if (found := LEVEL.match(line)) is not None:
+                self._said[found[1]] += 1
+                LOG.warning("event=part_says part=%s line=%r", name, line)
 
     @property
     def transitions(self) -> int:
@@ -605,7 +644,7 @@ class Launch:
         self._obey()
         self._look_at_itself()
         self.memory.save(self.run_dir)
-        self._write_targets()
+        self.write_targets()
         self.show(live)
 
     def write(self, writer: MetricsWriter, live: LiveView, metrics: Mapping[str, float]) -> None:
@@ -720,11 +759,12 @@ class Launch:
         LOG.info("event=scale actors=%d", request.actors)
         self.pool.resize(request.actors)
 
-    def _write_targets(self) -> None:
+    def write_targets(self) -> None:
         """Who has a page for Prometheus, and where."""
         statuses = {("replay", shard.name): shard.status for shard in self.shards}
         statuses |= {("actor", name): status for name, status in self.pool.statuses().items()}
         statuses |= {("learner", "learner"): self.learner.status, ("evaluator", "evaluator"): self.evaluator.status}
+        statuses |= {("learner", follower.name): follower.status for follower in self._followers.values()}
         urls = {key: status.metrics for key, status in statuses.items() if status is not None}
         urls["driver", "driver"] = self.page
         self.targets.update(Target(role, part, url) for (role, part), url in urls.items() if url is not None)
@@ -738,6 +778,10 @@ class Launch:
         found["replay"] += sum(starts - 1 for starts in self._served.values() if starts)
         return dict(found)
 
+    def figures_now(self) -> metrics.RunFigures:
+        """How the run stood when the driver last looked, and how long ago that was. From any thread."""
+        return replace(self.figures, turn_age=time.monotonic() - self._turned)
+
     def _look_at_itself(self) -> None:
         """What the page of metrics says from now on, and what the next driver must know."""
         learners, evaluates = self.cluster.learners, int(self.config.eval.every > 0)
@@ -745,6 +789,7 @@ class Launch:
         serving = [shard for shard in self.shards if shard.status is not None and shard.status.pid is not None]
         learning = 0 if self.learner.status is None else 1 + len(self._followers)
         self.memory.restarts = self.restarts()
+        self._turned = time.monotonic()
         self.figures = replace(
             self.figures, state=self.state, env_steps=self.env_steps, rows=self.rows, episodes=self.memory.episodes,
             returns=dict(self._returns), evaluated=self.memory.evaluated, wanted=wanted,
@@ -810,6 +855,7 @@ class Launch:
         evaluated, busy = self.memory.evaluated, self._evaluation is not None
         return [
             screen.learner(self.learner.status, self.learner.starts, self.plan.limiter.ratio),
+            *(screen.follower(follower.name, follower.status) for follower in self._followers.values()),
             *(screen.actor(name, status) for name, status in self.pool.statuses().items()),
             *(screen.shard(shard.name, shard.status, shard.starts) for shard in self.shards),
             *([screen.evaluator(self.evaluator.status, evaluated, busy)] if self.config.eval.every else []),
@@ -872,7 +918,10 @@ class Launch:
     def fail(self, live: LiveView, save: bool) -> None:
         """Says that the run has ended early, and lets the learner write a last checkpoint, if `save` and if it can."""
         self.state = "failed" if save else "stopped"
+        self._look_at_itself()
         self.show(live)
+        if not save:
+            self.targets.update(())
         if self.learner.handle is not None and save:
             self.learner.handle.stop.remote()
             deadline = time.monotonic() + STOP_SECONDS
@@ -887,7 +936,7 @@ class Launch:
         self.pool.kill()
         for kept in (self.learner, self.evaluator, *self.shards):
             kept.kill()
-        for handle in (*self._followers.values(), *self._ended):
+        for handle in (*self._following(), *self._ended):
             ray.kill(handle)
         self.logs.close()
 
@@ -933,7 +982,7 @@ def launch(
         if not resume:
             stack.enter_context(alone_in(run_dir))
         host = LOOPBACK if session.own else session.address
-        run.page = stack.enter_context(metrics.serving(lambda: run.figures, run.targets, host, cluster.metrics_port))
+        run.page = stack.enter_context(metrics.serving(run.figures_now, run.targets, host, cluster.metrics_port))
         prepare(run, token)
         console.print(
             f"{cluster.actors} workers of {config.env.num} environments, {cluster.replay_shards} replay shards; each "
@@ -1013,6 +1062,7 @@ def prepare(run: Launch, token: str) -> None:
     handle = os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token)
+    run.write_targets()
     setup_logging(run_dir, run.log_level)
     LOG.info("event=start config=%s cluster=%s versions=%s", json.dumps(asdict(run.config)),
              json.dumps(asdict(run.cluster)), json.dumps(local.versions()))  # fmt: skip

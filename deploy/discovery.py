@@ -49,7 +49,8 @@ class Targets:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._known: tuple[Target, ...] = ()
+        self._known: tuple[Target, ...] | None = None
+        """None: the file may be of a process that was killed."""
         self._text = to_json(run_dir, ())
 
     def update(self, targets: Iterable[Target]) -> None:
@@ -57,10 +58,11 @@ class Targets:
         found = tuple(sorted(targets))
         if found == self._known:
             return
-        self._known, self._text = found, to_json(self._run_dir, found)
+        self._text = to_json(self._run_dir, found)
         path = self._run_dir / TARGETS_FILE
         path.parent.mkdir(exist_ok=True)
         replace_text(path, self._text)
+        self._known = found  # now, so that what the disk did not take is tried again
 
     def text(self) -> str:
         """What the file says."""
@@ -68,8 +70,8 @@ class Targets:
 
     def url(self, part: str) -> str | None:
         """The page of a part; None where it has none."""
-        return next((target.url for target in self._known if target.part == part), None)
+        return next((target.url for target in self._known or () if target.part == part), None)
 
     def counts(self) -> Mapping[str, int]:
         """Role -> pages."""
-        return Counter(target.role for target in self._known)
+        return Counter(target.role for target in self._known or ())

@@ -43,6 +43,8 @@ class RunFigures:
     """Role -> parts that do their work."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     """Role -> deaths of parts, of earlier drivers of the run too."""
+    turn_age: float = 0.0
+    """Seconds since the loop that leads the run last came round."""
     log_lines: Mapping[str, int] = field(default_factory=dict)
     """Level -> lines that parts have said."""
 
@@ -57,6 +59,10 @@ _GAUGES: Mapping[str, tuple[str, Callable[[RunFigures], float]]] = {
     "evaluated_env_steps": (
         "Environment steps at the last evaluation; -1 before the first.",
         lambda f: -1 if f.evaluated is None else f.evaluated,
+    ),
+    "turn_age_seconds": (
+        "Since the loop that leads the run last came round: what it does takes so long, or it hangs.",
+        lambda f: f.turn_age,
     ),
     "disk_size_bytes": ("Of the file system of the run directory.", lambda f: shutil.disk_usage(f.run_dir).total),
     "disk_free_bytes": ("Free there.", lambda f: shutil.disk_usage(f.run_dir).free),

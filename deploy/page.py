@@ -93,7 +93,7 @@ class Page:
             rows=most("rows", run.counters.rows), episodes=most("episodes", run.counters.episodes),
             returns={key.partition("/")[0]: value for key, value in standing.returns.items()},
             evaluated=run.progress.evaluated, wanted={PART: 1}, running={PART: int(standing.state == "running")},
-            log_lines=lines,
+            turn_age=run.stopwatch.age, log_lines=lines,
         )  # fmt: skip
 
 
@@ -165,10 +165,7 @@ class _Loop:
         )  # fmt: skip
 
     def _stage(self, counters: Counters) -> Stage:
-        state = self._standing.state
-        if state in ("finished", "stopped", "failed"):
-            return "finished"
-        if state == "stopping" or self._run.stopwatch.doing == "checkpoint":
+        if self._standing.state == "stopping" or self._run.stopwatch.doing == "checkpoint":
             return "saving"
         if counters.updates:
             return "training"

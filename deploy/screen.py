@@ -42,6 +42,13 @@ def learner(status: LearnerStatus | None, starts: int, ratio: float) -> Part:
     )  # fmt: skip
 
 
+def follower(name: str, status: LearnerStatus | None) -> Part:
+    """Another process of the learner."""
+    if status is None:
+        return Part(name, "", STARTING)
+    return Part(name, _where(status.host, status.pid), status.loop.stage, memory=status.memory)
+
+
 def _learns(stage: str, limiter: LimiterStatus | None) -> str:
     """What it does, and which side waits for the other."""
     if limiter is None or stage not in ("training", "waiting for rows"):

@@ -86,6 +86,8 @@ class LearnerMetrics(Collector):
 
     loop: how it stands. device_bytes: what the devices hold, as `mesh.device_bytes`. published: how snapshots reach the
     actors; None where there are none. All three are asked at each look. registry: where these metrics are registered.
+    leads: whether this process speaks for the whole learner; else it tells of itself alone, or sums over a run would
+    count updates once for each process.
     """
 
     def __init__(
@@ -94,23 +96,17 @@ class LearnerMetrics(Collector):
         device_bytes: Callable[[], Mapping[str, Mapping[Held, int]]],
         published: Callable[[], Published] | None,
         registry: CollectorRegistry,
+        leads: bool = True,
     ) -> None:
-        self._loop, self._device_bytes, self._published = loop, device_bytes, published
+        self._loop, self._device_bytes, self._published, self._leads = loop, device_bytes, published, leads
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
         loop = self._loop()
-        for name, (text, count) in _COUNTERS.items():
-            yield CounterMetricFamily(f"telamon_learner_{name}", text, value=count(loop))
-        for name, (text, level) in _GAUGES.items():
-            yield GaugeMetricFamily(f"telamon_learner_{name}", text, value=level(loop))
-        for name, (text, number, seconds) in _SECONDS.items():
-            yield SummaryMetricFamily(f"telamon_learner_{name}_seconds", text, number(loop), seconds(loop))
-        for name, (text, label, counts) in _COUNTERS_BY.items():
-            yield _by(CounterMetricFamily, name, text, label, counts(loop))
-        for name, (text, label, levels) in _GAUGES_BY.items():
-            yield _by(GaugeMetricFamily, name, text, label, levels(loop))
+        yield from _own(loop)
         yield self._devices()
+        if self._leads:
+            yield from _of_the_learner(loop)
         if self._published is not None:
             yield from self._snapshots(loop, self._published())
 
@@ -147,6 +143,26 @@ class LearnerMetrics(Collector):
         )  # fmt: skip
 
 
+def _own(loop: LoopStatus) -> Iterator[Metric]:
+    """What a process tells of itself."""
+    for name, (text, count) in _OWN_COUNTERS.items():
+        yield CounterMetricFamily(f"telamon_learner_{name}", text, value=count(loop))
+    for name, (text, label, counts) in _OWN_COUNTERS_BY.items():
+        yield _by(CounterMetricFamily, name, text, label, counts(loop))
+
+
+def _of_the_learner(loop: LoopStatus) -> Iterator[Metric]:
+    """What all processes of a learner do together, and one of them tells."""
+    for name, (text, count) in _COUNTERS.items():
+        yield CounterMetricFamily(f"telamon_learner_{name}", text, value=count(loop))
+    for name, (text, level) in _GAUGES.items():
+        yield GaugeMetricFamily(f"telamon_learner_{name}", text, value=level(loop))
+    for name, (text, number, seconds) in _SECONDS.items():
+        yield SummaryMetricFamily(f"telamon_learner_{name}_seconds", text, number(loop), seconds(loop))
+    for name, (text, label, levels) in _GAUGES_BY.items():
+        yield _by(GaugeMetricFamily, name, text, label, levels(loop))
+
+
 def _by(
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str, label: str,
     values: Values,
@@ -170,6 +186,8 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[LoopStatus], float]]] = {
     "skipped_updates": ("Updates made by this process that were not finite, and changed nothing.",
                         lambda loop: loop.skipped),
     "trained_rows": ("Rows that its updates were made on; a row counts each time.", lambda loop: loop.trained_rows),
+}  # fmt: skip
+_OWN_COUNTERS: Mapping[str, tuple[str, Callable[[LoopStatus], float]]] = {
     "compilations": ("Programs that XLA has compiled in this process, or read from its cache.",
                      lambda loop: loop.compiled.programs),
     "compilation_seconds": ("Time that compiling took, or reading from its cache.", lambda loop: loop.compiled.seconds),
@@ -192,7 +210,7 @@ _SECONDS: Mapping[str, tuple[str, Callable[[LoopStatus], int], Callable[[LoopSta
     "checkpoint": ("From the wish for a checkpoint until it is whole.",
                    lambda loop: loop.saved.checkpoints, lambda loop: loop.saved.seconds),
 }  # fmt: skip
-_COUNTERS_BY: Mapping[str, tuple[str, str, Callable[[LoopStatus], Values]]] = {
+_OWN_COUNTERS_BY: Mapping[str, tuple[str, str, Callable[[LoopStatus], Values]]] = {
     "seconds": ("The loop's time by what it did, or waited for: all of it. other: the start and its compiling, "
                 "choosing, waiting for the other processes of a learner.", "doing", lambda loop: loop.seconds),
     "beside_seconds": ("What threads beside the loop have spent. copy: handing batches to the devices; checkpoint: "
@@ -210,14 +228,15 @@ _GAUGES_BY: Mapping[str, tuple[str, str, Callable[[LoopStatus], Values]]] = {
 
 @contextmanager
 def serving(
-    loop: Loop, published: Callable[[], Published], config: LimiterConfig, host: str, port: int
+    loop: Loop, published: Callable[[], Published], config: LimiterConfig, host: str, port: int, leads: bool = True
 ) -> Iterator[str]:
-    """Shows a learner's metrics at the URL that the block is given; port 0: a free one.
+    """Shows a learner's metrics at the URL that the block is given; port 0: a free one. leads: as in LearnerMetrics.
 
     Raises OSError naming the owner of a port that is taken.
     """
     registry = pages.new_registry()
-    LearnerMetrics(loop.status, loop.device_bytes, published, registry)
-    LimiterMetrics(loop.limiter_status, config, registry)
+    LearnerMetrics(loop.status, loop.device_bytes, published if leads else None, registry, leads)
+    if leads:
+        LimiterMetrics(loop.limiter_status, config, registry)
     with pages.serving(registry, host, port, "LearnerSetup.metrics_port") as url:
         yield url

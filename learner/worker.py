@@ -79,7 +79,9 @@ class LearnerWorker:
             stack.callback(self._publisher.end)
             if s.metrics_port is not None:
                 self._metrics = stack.enter_context(
-                    metrics.serving(self._loop, self._publisher.status, s.limiter, s.metrics_host, s.metrics_port)
+                    metrics.serving(
+                        self._loop, self._publisher.status, s.limiter, s.metrics_host, s.metrics_port, s.rank == 0
+                    )
                 )
             finished = self._loop.run()
             self._publisher.settle(SETTLE_SECONDS)

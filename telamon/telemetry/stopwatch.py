@@ -28,6 +28,11 @@ class Stopwatch(Generic[D]):
         """What is being done now."""
         return self._doing
 
+    @property
+    def age(self) -> float:
+        """Seconds for which that has been done."""
+        return self._clock() - self._since
+
     def now(self, doing: D) -> None:
         """Ends what was being done, and begins something."""
         with self._lock:

@@ -615,6 +615,24 @@ def test_followers_that_end_stay_until_the_first_process_has(fake, run):
     assert (first.killed, follower.killed) == (True, True)
 
 
+def test_followers_are_asked_how_they_stand(fake, run):
+    here = run(learners=2).begin()
+    _, follower = fake.of("LearnerWorker")
+    assert here.launch.parts()[1].name == "learner-1"
+    said = ("time=2026-11-30T12:00:00.000Z level=WARNING logger=learner event=x",)
+    follower.always["status"] = replace(LEARNER, host="there", metrics="http://10.0.0.2:9/metrics", log=said)
+    here.turns(3)
+    assert here.launch.parts()[1].where == "there pid 1"
+    assert here.launch.targets.url("learner-1") == "http://10.0.0.2:9/metrics"
+    assert "event=x" in (here.run_dir / "logs" / "learner-1.log").read_text()
+    assert here.launch.figures.running["learner"] == 2
+    del follower.always["status"]
+    here.turns(2)
+    follower.answer("status", DEATH)  # its death is heard of by its job
+    here.turns(2)
+    assert here.launch.targets.url("learner-1") is not None
+
+
 @pytest.mark.parametrize("how", [DEATH, raised(RuntimeError("the group is broken"))])
 def test_a_follower_that_dies_takes_the_group_with_it(fake, run, how, caplog):
     here = run(learners=2).begin()
@@ -871,7 +889,7 @@ def test_a_request_of_an_earlier_driver_is_not_carried_out(run):
 def test_the_addresses_of_metrics_are_where_prometheus_finds_them(fake, run):
     here = run(actors=2).begin()
     path = here.run_dir / discovery.TARGETS_FILE
-    assert not path.exists()
+    assert json.loads(path.read_text()) == []
     here.launch.page = "http://127.0.0.1:90/metrics"
     here.learner.always["status"] = replace(learner_status(0), metrics="http://127.0.0.1:91/metrics")
     here.worker(1).always["status"] = replace(WORKER, metrics="http://127.0.0.1:92/metrics")
@@ -1066,7 +1084,7 @@ def test_a_run_that_fails_asks_the_learner_for_a_checkpoint(fake, run, save):
     assert here.learner.asked("stop") == [()] * save
     assert (fake.now >= until) == save
     assert here.launch.learner.result == (Finished("stopped", Counters(rows=5), 0, "name") if save else None)
-    assert here.status().state == ("failed" if save else "stopped")
+    assert here.status().state == here.launch.figures.state == ("failed" if save else "stopped")
 
 
 def test_a_learner_that_does_not_end_is_not_waited_for_without_end(fake, run):
@@ -1089,6 +1107,31 @@ def test_a_run_that_fails_with_its_learner_ends_at_once(fake, run, how):
     here.launch.fail(here.live, save=True)
     assert fake.now - began < 1.0
     assert len(fake.of("LearnerWorker")) == 1
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_whoever_watches_sees_that_a_run_has_failed(run, save):
+    here = run(actors=1).begin()
+    here.launch.page = "http://127.0.0.1:90/metrics"
+    here.turns(1)
+    before = here.launch.targets.text()
+    here.learner.answer("run", DEATH)
+    here.launch.fail(here.live, save)
+    assert here.launch.targets.text() == (before if save else "[]")
+
+
+def test_a_driver_tells_how_long_ago_it_came_round(fake, run):
+    here = run(actors=1).begin()
+    assert here.launch.figures_now().turn_age <= 1.0
+    fake.now += 700
+    assert here.launch.figures_now().turn_age >= 700
+
+
+def test_levels_are_read_where_a_line_begins(fake, run):
+    here = run(actors=1).begin()
+    here.launch._write_log("learner", ["level=INFO logger=x said='level=ERROR level=WARNING'", "level=ERROR logger=x"])
+    here.turns(1)
+    assert here.launch.figures.log_lines == {"ERROR": 1}
 
 
 def test_nothing_is_left_at_the_end(fake, run):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from deploy.discovery import TARGETS_FILE, Target, Targets
 
 
@@ -34,6 +36,23 @@ def test_a_part_on_another_port_keeps_its_labels(tmp_path):
     after = json.loads(targets.text())[0]
     assert after["labels"] == before["labels"]
     assert after["targets"] != before["targets"]
+
+
+def test_a_list_of_a_process_that_was_killed_is_replaced_at_once(tmp_path):
+    first = Targets(tmp_path)
+    first.update([Target("actor", "actor-0", "http://a:7/metrics")])
+    Targets(tmp_path).update(())
+    assert json.loads((tmp_path / TARGETS_FILE).read_text()) == []
+
+
+def test_what_the_disk_did_not_take_is_tried_again(tmp_path):
+    targets = Targets(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            targets.update(())
+    (tmp_path / "run").mkdir()
+    targets.update(())
+    assert (tmp_path / "run" / TARGETS_FILE).exists()
 
 
 def test_the_file_is_written_only_when_something_has_changed(tmp_path):

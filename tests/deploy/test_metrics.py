@@ -21,7 +21,7 @@ def figures(tmp_path) -> RunFigures:
     return RunFigures(
         "tdmpc2", "dmc:cartpole-swingup", 3, "0.1.0", tmp_path, 5000, state="running", env_steps=1200, rows=640,
         episodes=7, returns={"train": 12.5}, evaluated=1000, wanted={"actor": 2, "learner": 1},
-        running={"actor": 1, "learner": 1}, restarts={"actor": 4}, log_lines={"WARNING": 2},
+        running={"actor": 1, "learner": 1}, restarts={"actor": 4}, turn_age=2.5, log_lines={"WARNING": 2},
     )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def sample(figures: RunFigures, name: str, **labels: str) -> float | None:
         ("env_steps_total", {}, 1200),
         ("rows_total", {}, 640),
         ("episodes_total", {}, 7),
+        ("turn_age_seconds", {}, 2.5),
         ("asked_env_steps", {}, 5000),
         ("evaluated_env_steps", {}, 1000),
         ("state", {"state": "running"}, 1),

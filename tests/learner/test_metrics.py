@@ -113,6 +113,18 @@ def test_a_learner_alone_has_no_snapshots_and_no_threads(registry):
     assert {"updates_total", "run_updates", "stage", "update_seconds_sum"} <= names
 
 
+def test_a_process_that_follows_tells_of_itself_alone():
+    """Else a sum over a run would count what all its processes do together once for each of them."""
+    with serving(loop_of(LOOP), lambda: PUBLISHED, LIMITER, "127.0.0.1", 0, leads=False) as url:
+        text = urlopen(url).read().decode()
+    families = {family.name for family in text_string_to_metric_families(text) if family.name.startswith("telamon")}
+    assert families == {
+        f"telamon_learner_{name}"
+        for name in ("compilations", "compilation_seconds", "recompilations", "seconds", "beside_seconds",
+                     "write_back_rows", "device_bytes")
+    }  # fmt: skip
+
+
 def test_before_there_are_shards_only_what_is_asked_for_is_known(registry):
     LimiterMetrics(lambda: None, LIMITER, registry)
     assert samples(registry) == {

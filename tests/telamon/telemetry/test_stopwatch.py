@@ -34,7 +34,9 @@ def test_what_is_being_done_counts_up_to_the_look():
     clock.at += 1.5
     assert watch.seconds == {"a": 1.5, "b": 0.0}
     clock.at += 1.0
+    assert watch.age == 2.5
     watch.now("b")
+    assert watch.age == 0.0
     assert watch.seconds == {"a": 2.5, "b": 0.0}
 
 
