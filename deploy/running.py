@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,6 +29,8 @@ from learner import checkpoint
 from telamon.telemetry.live import Part, duration, parts_table, speed, summarised
 
 LOG = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 STATUS_FILE, CONTROL_FILE = "status.json", "control.json"
 STALE_SECONDS = 60.0
@@ -86,15 +90,55 @@ def write(status: RunStatus, run_dir: Path) -> None:
 
 
 def read(run_dir: Path) -> RunStatus:
-    """The last status. Raises FileNotFoundError where there is none, ValueError where it is damaged."""
+    """The last status. Raises FileNotFoundError where there is none, ValueError naming the key where it is damaged."""
     path = run_dir / STATUS_FILE
     try:
-        values = json.loads(path.read_text())
-        return RunStatus(**{**values, "parts": [Part(**part) for part in values["parts"]]})
+        found = _made(RunStatus, json.loads(path.read_text()), "")
+        return replace(found, parts=[_made(Part, part, f"parts[{i}].") for i, part in enumerate(found.parts)])
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{run_dir} holds no {STATUS_FILE}: nothing has been trained there") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _whole(value: object) -> bool:
+    """An integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _number(value: object) -> bool:
+    """NaN and infinity are: a return can be either."""
+    return isinstance(value, float) or _whole(value)
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_number, value.values()))
+
+
+_KINDS: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("text", lambda value: isinstance(value, str)),
+    str | None: ("text", lambda value: value is None or isinstance(value, str)),
+    int: ("whole number", _whole),
+    int | None: ("whole number", lambda value: value is None or _whole(value)),
+    float: ("finite number", lambda value: _number(value) and math.isfinite(value)),
+    dict[str, float]: ("object of numbers", _numbers),
+    Mapping[str, float]: ("object of numbers", _numbers),
+    Sequence[str]: ("list of texts", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)),
+    Sequence[Part]: ("list", lambda value: isinstance(value, list)),
+}
+"""Type of a field -> what that is in JSON, and whether a value is."""
+
+
+def _made(kind: type[Made], values: Any, at: str) -> Made:
+    """A dataclass of what JSON gave for it, `at` a place. Raises ValueError or TypeError naming the key."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{at.rstrip('.') or 'it'} is no object")
+    types = get_type_hints(kind)
+    for key, value in values.items():
+        what, fits = _KINDS[types[key]] if key in types else ("known key", lambda value: False)
+        if not fits(value):
+            raise ValueError(f"{at}{key}={value!r:.60} is no {what}")
+    return kind(**values)
 
 
 def requested(run_dir: Path) -> Request | None:
@@ -105,7 +149,7 @@ def requested(run_dir: Path) -> Request | None:
         request = Request(str(values["id"]), int(values["actors"]))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return request
 
@@ -209,9 +253,10 @@ def _facts(status: RunStatus, run_dir: Path) -> Iterator[tuple[str, str]]:
     yield "done", status.summary
     if status.rates and status.alive:
         left = ""
-        if "asked_env_steps" in status.numbers and status.rates.get("env_steps", 0) > 0 and status.rates.get("updates"):
-            steps = max(0, status.numbers["asked_env_steps"] - status.numbers["env_steps"])
-            left = f"  {duration(steps / status.rates['env_steps'])} left"
+        if status.rates.get("env_steps", 0) > 0 and status.rates.get("updates"):
+            steps = status.numbers.get("asked_env_steps", math.nan) - status.numbers.get("env_steps", math.nan)
+            seconds = steps / status.rates["env_steps"]
+            left = f"  {duration(max(0.0, seconds))} left" if math.isfinite(seconds) else ""
         rates = (f"{speed(rate)} {name.replace('_', ' ')}/s" for name, rate in status.rates.items())
         yield "speed", "  ".join(rates) + left
     returns = [f"{status.numbers[key]:,.1f} {label}" for key, label in RETURNS_SAID.items() if key in status.numbers]

@@ -6,7 +6,7 @@ import io
 import json
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -56,14 +56,77 @@ def test_a_launch_that_died_is_told_from_one_that_lives(tmp_path):
         running.ask(tmp_path, 3, timeout=60)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"seconds": 1}', '{"parts": [{"name": "x", "what": 1}]}'])
+@pytest.mark.parametrize("state", running.RUNNING)
+def test_a_status_of_a_minute_ago_is_that_of_a_dead_run(monkeypatch, state):
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    assert status(state=state, seconds=1e9 - 59.9).alive
+    assert not status(state=state, seconds=1e9 - 60).alive
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"seconds": 1}', '{"parts": [{"name": "x", "what": 1}]}', "[" * 100_000]
+)
 def test_a_damaged_status_is_refused(tmp_path, content):
     (tmp_path / running.STATUS_FILE).write_text(content)
     with pytest.raises(ValueError, match=r"status\.json is damaged"):
         running.read(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"id": "x"}', '{"id": "x", "actors": "many"}'])
+FITTING = {
+    '"abc"': ("state", "summary", "control", "refusal", "waits", "command"),
+    "null": ("control", "refusal"),
+    "3": ("seconds", "actors"),
+}
+"""Value -> the keys that may have it."""
+
+
+@pytest.mark.parametrize("key", [f.name for f in fields(RunStatus)])
+@pytest.mark.parametrize("value", ['"abc"', "null", "true", "[3]", "3", "NaN", '{"train/return": null}', "1" * 400])
+def test_a_status_with_a_value_of_another_type_is_refused_by_its_key(tmp_path, key, value):
+    written = status(rates={"updates": 1.0})
+    running.write(written, tmp_path)
+    path = tmp_path / running.STATUS_FILE
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, key: "HERE"}).replace('"HERE"', value))
+    if key in FITTING.get(value, ()):
+        assert running.read(tmp_path) is not None
+    else:
+        with pytest.raises(ValueError, match=rf"status\.json is damaged: {key}.* is no "):
+            running.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [(3, r"parts\[1\] is no object"), ({"name": 3}, r"parts\[1\]\.name=3 is no text"),
+     ({"lag": 1.5}, r"parts\[1\]\.lag=1.5 is no whole number"), ({"where": None}, r"parts\[1\]\.where=None is no text"),
+     ({"rates": [1]}, r"parts\[1\]\.rates=\[1\] is no object of numbers"),
+     ({"counts": {"rows": "5"}}, r"parts\[1\]\.counts=.* is no object of numbers"),
+     ({"memory": "big"}, r"parts\[1\]\.memory='big' is no whole number"),
+     ({"new": 1}, r"parts\[1\]\.new=1 is no known key")],
+)  # fmt: skip
+def test_a_part_with_a_value_of_another_type_is_refused_by_its_key(tmp_path, part, says):
+    running.write(status(), tmp_path)
+    path = tmp_path / running.STATUS_FILE
+    values = json.loads(path.read_text())
+    values["parts"][1] = {**values["parts"][1], **part} if isinstance(part, dict) else part
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"status\.json is damaged: {says}"):
+        running.read(tmp_path)
+
+
+def test_figures_that_are_not_finite_are_no_damage(tmp_path):
+    numbers = {"train/return": float("nan"), "eval/return": float("inf"), "env_steps": 1.0, "asked_env_steps": 9.0}
+    running.write(status(numbers=numbers, rates={"env_steps": 1e-320, "updates": 1.0}), tmp_path)
+    found = running.read(tmp_path)
+    said = rows(text(found))
+    assert said["return"] == "nan in training inf in evaluation"
+    assert "left" not in said["speed"]
+    assert "left" not in rows(text(replace(found, numbers={"asked_env_steps": 9.0})))["speed"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"id": "x"}', '{"id": "x", "actors": "many"}', '{"id": "x", "actors": 1e999}']
+)
 def test_a_damaged_request_is_refused(tmp_path, content):
     (tmp_path / running.CONTROL_FILE).write_text(content)
     with pytest.raises(ValueError, match=r"control\.json is damaged"):
