@@ -648,8 +648,6 @@ def train(
     level: of the events in its log. Raises ValueError, EnvError, OSError or NonFiniteUpdate with one sentence.
     """
     check_run_dir(config, run_dir, resume)
-    if config.eval.videos:
-        video.check_writable()
     with ExitStack() as stack:
         if resume:
             stack.enter_context(alone_in(run_dir))
@@ -658,6 +656,8 @@ def train(
         agent = make_agent(config, env.spec)
         predicted = memory(config, agent, config.env.num)
         agent.schedule(config.env.num)  # refuses what could never start, before anything is written
+        if config.eval.videos:
+            video.check_pictures(lambda: build_env(config, 1, config.seed))  # likewise
         replay = stack.enter_context(open_replay(config, run_dir, agent))
         page = None if extras.metrics_port is None else stack.enter_context(open_page(run_dir, extras.metrics_port))
         if not resume:

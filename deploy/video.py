@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+
+from telamon.envs.base import BatchedEnv
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,27 @@ def check_writable() -> None:
         import imageio_ffmpeg  # noqa: F401  # whether it is there is all that is asked
     except ImportError as e:
         raise ImportError("writing a video needs imageio-ffmpeg; install it with: pip install 'telamon[video]'") from e
+
+
+def check_pictures(make_env: Callable[[], BatchedEnv]) -> None:
+    """Draws one picture, before a run relies on it. make_env: gives an environment for this alone, which is closed.
+
+    Raises ValueError where there is none or its library fails, ImportError as `check_writable`, EnvError.
+    """
+    check_writable()
+    env = make_env()
+    try:
+        env.reset()
+        try:
+            frame = env.render(0)
+            _check(frame, frame.shape, 1)
+        except Exception as error:  # whatever a library that draws may raise: it is missing itself, or its display is
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"no picture of {env.spec.id} can be drawn ({reason}); --eval.videos 0 makes no films"
+            ) from error
+    finally:
+        env.close()
 
 
 def encode(frames: Iterable[np.ndarray]) -> bytes | None:

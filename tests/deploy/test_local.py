@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from deploy import local
 from deploy.config import EnvConfig, EvalConfig, ReportConfig, RunConfig, make_agent
@@ -179,6 +181,19 @@ def test_an_environment_without_pictures_cannot_be_filmed(monkeypatch, tmp_path)
     harness = probing(monkeypatch, eval=EvalConfig(every=20, episodes=1, videos=1))
     with pytest.raises(NotImplementedError, match="no picture"):
         harness.run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [("counting:continuous", "a counting environment has no picture"), ("gym:Pendulum-v1", "DependencyNotInstalled: ")],
+)
+def test_films_that_cannot_be_made_are_refused_before_anything_is_written(monkeypatch, tmp_path, task, reason):
+    monkeypatch.setitem(sys.modules, "pygame", None)  # with which Gymnasium would draw
+    config = RunConfig("tdmpc2", task, eval=EvalConfig(videos=1), agent=TINY)
+    for _ in range(2):  # as the same command again
+        with pytest.raises(ValueError, match=rf"no picture of {task} can be drawn \(.*{reason}.*\); --eval.videos 0"):
+            local.train(config, tmp_path / "run", False, Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_evaluation_uses_the_parameters_of_its_moment(monkeypatch, tmp_path):

@@ -7,7 +7,8 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from deploy.video import encode, keep_film, write_video
+from deploy.video import check_pictures, encode, keep_film, write_video
+from telamon.envs import counting
 
 
 def read(path, height, width):
@@ -104,3 +105,18 @@ def test_a_film_that_cannot_be_made_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "/nowhere/ffmpeg")
     assert encode([grey(20, 32, 48)]) is None
     assert "event=film_not_made" in caplog.text
+
+
+def test_pictures_are_looked_at_in_an_environment_that_is_closed_again(monkeypatch):
+    frames, closed = [grey(20, 32, 48), np.zeros((32, 48), np.uint8)], []
+    monkeypatch.setattr(counting.Counting, "render", lambda self: frames.pop(0))
+    monkeypatch.setattr(counting.Counting, "close", lambda self: closed.append(self))
+    make = lambda: counting.make("continuous", 1, 0, lengths=(5,))
+    check_pictures(make)
+    with pytest.raises(ValueError, match=r"no picture of counting:continuous .*frame 1 is uint8 \[32, 48\]"):
+        check_pictures(make)
+    assert len(closed) == 2
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    with pytest.raises(ImportError, match="pip install"):
+        check_pictures(make)
+    assert len(closed) == 2  # none was made
