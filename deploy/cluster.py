@@ -197,6 +197,14 @@ def build_env(config: RunConfig, num_envs: int, folder: Path, seed: int) -> Batc
     return local.build_env(config, num_envs, seed)
 
 
+def try_env(config: RunConfig, folder: Path) -> EnvSpec:
+    """What the run's environments are like. Raises EnvError, ValueError where films are wanted and cannot be drawn."""
+    make_env = partial(build_env, config, 1, folder)
+    if config.eval.videos:
+        video.check_pictures(partial(make_env, config.seed))
+    return describe(make_env)
+
+
 def free_address() -> str:
     """This node's address in the cluster, with a port that is free now."""
     host = ray.util.get_node_ip_address()
@@ -1035,10 +1043,10 @@ def check(config: RunConfig, cluster: ClusterConfig, run_dir: Path, resume: bool
 def find_spec(config: RunConfig, cluster: ClusterConfig, stopped: Callable[[], bool]) -> EnvSpec:
     """What a worker's environments are like; this node needs no library for them.
 
-    Raises EnvError, PartFailed where the cluster has no room for a worker, KeyboardInterrupt once `stopped()`.
+    Raises as `try_env`, PartFailed where the cluster has no room for a worker, KeyboardInterrupt once `stopped()`.
     """
-    task = remote(num_cpus=cluster.actor_cpus, runtime_env={"env_vars": acts_on(cluster)}, max_retries=0)(describe)
-    asked, deadline = task.remote(partial(build_env, config, 1, Path.cwd())), time.monotonic() + PLACEMENT_SECONDS
+    task = remote(num_cpus=cluster.actor_cpus, runtime_env={"env_vars": acts_on(cluster)}, max_retries=0)(try_env)
+    asked, deadline = task.remote(config, Path.cwd()), time.monotonic() + PLACEMENT_SECONDS
     while not ray.wait([asked], timeout=0.1)[0]:
         if stopped():
             raise KeyboardInterrupt

@@ -1234,6 +1234,14 @@ def test_a_tls_file_that_is_not_there_is_named(tmp_path):
     cluster.check(CONFIG, tls, tmp_path / "run", resume=False)
 
 
+def test_films_that_cannot_be_drawn_are_refused_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # restored in the end: the function goes there
+    config = replace(CONFIG, task="counting:continuous")
+    assert cluster.try_env(config, tmp_path).id == "counting:continuous"
+    with pytest.raises(ValueError, match=r"no picture of counting:continuous can be drawn .*--eval\.videos 0"):
+        cluster.try_env(replace(config, eval=EvalConfig(videos=1)), tmp_path)
+
+
 def test_a_trace_of_less_than_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^profile=-1 must be at least 0$"):
         cluster.check(CONFIG, ClusterConfig(), tmp_path / "run", resume=False, profile=-1)
