@@ -313,6 +313,10 @@ class View:
     reference: str | None = None
     """The published curve to draw underneath, as of `telamon plot`, or none; by default the one that there is."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port={self.port} must be from 0 to {2**16 - 1}")
+
 
 def view(args: list[str]) -> int:
     """Serves the page of runs until Ctrl-C, which is its normal end."""
@@ -320,7 +324,7 @@ def view(args: list[str]) -> int:
 
     options = parse(View, "view", args)
     runs = rundir.distinct(options.runs)
-    curves = document.references(document.check(runs), options.reference)
+    curves = document.references(document.readable(runs), options.reference)
     static.plotly()  # says what to install before anything listens
     console = Console()
     if options.out is not None:

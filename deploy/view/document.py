@@ -24,11 +24,21 @@ Source = Callable[[int, Picture], str | None]
 """Of a run's number and its picture: the URL that the page finds it at; None where it has none."""
 
 
-def check(runs: Mapping[str, Path]) -> list[RunConfig]:
-    """The configs of runs that a page can show. Raises FileNotFoundError or ValueError in one sentence for another."""
+def readable(runs: Mapping[str, Path]) -> list[RunConfig]:
+    """The configs of the runs that have one. Raises what is wrong with the first, in one sentence, where none has.
+
+    Their metrics are left alone: they may be long, and are read where they are wanted.
+    """
+    found: list[RunConfig] = []
+    problems: list[OSError | ValueError] = []
     for path in runs.values():
-        tail.read(path, Place())
-    return [rundir.config(path) for path in runs.values()]
+        try:
+            found.append(rundir.config(path))
+        except (OSError, ValueError) as problem:  # the page says so where there are others
+            problems.append(problem)
+    if not found:
+        raise problems[0]
+    return found
 
 
 def references(configs: Sequence[RunConfig], asked: str | None) -> dict[str, Curve]:

@@ -128,7 +128,7 @@ def _warnings(path: Path) -> list[Warned]:
 
 
 def pictures(run_dir: Path) -> list[Picture]:
-    """Pictures and films of the run, whole ones, newest first. Links are not followed."""
+    """Pictures and films of the run, whole ones, newest first. Links in it are not followed; it may be one itself."""
     folders = [run_dir / name for name in FOLDERS if (run_dir / name).is_dir() and not (run_dir / name).is_symlink()]
     paths = (path for folder in folders for path in sorted(folder.iterdir()))
     found = [_picture(path) for path in paths if path.suffix in TYPES and not path.name.endswith(UNFINISHED)]

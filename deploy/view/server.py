@@ -81,7 +81,7 @@ class Viewer(ThreadingMixIn, TCPServer):
         if path == "data":
             return Answer("application/json", document.encode(self._data(query)).encode())
         number, _, name = path.partition("/")
-        run = list(self.runs.values())[int(number)] if number.isdecimal() and int(number) < len(self.runs) else None
+        run = {str(i): path for i, path in enumerate(self.runs.values())}.get(number)
         found = {} if run is None else {picture.name: picture.path for picture in rundir.pictures(run)}
         return Answer(rundir.TYPES[found[name].suffix], found[name], ALWAYS) if name in found else None
 
@@ -112,11 +112,15 @@ class Handler(BaseHTTPRequestHandler):
     """Seconds that a connection may stay silent."""
 
     def do_GET(self) -> None:
-        """Answers what is under the secret path, and says 404 to everything else."""
-        url = urlsplit(self.path)
-        _, secret, *rest = unquote(url.path).split("/", 2)
+        """Answers what is under the secret path, says 404 to everything else, and 400 to what is no address."""
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        secret, slash, path = unquote(url.path).removeprefix("/").partition("/")
         known = secrets.compare_digest(secret.encode(errors="replace"), self.server.secret.encode())
-        found = self.server.answer(rest[0], url.query) if known and rest else None
+        found = self.server.answer(path, url.query) if known and slash else None
         if found is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return

@@ -27,14 +27,20 @@ def plotly() -> str:
 
 
 def write(runs: Mapping[str, Path], curves: Mapping[str, Curve], out: Path) -> None:
-    """Writes the page of `runs` (by name) over `curves` (by task) to `out`, complete or not at all. Raises OSError."""
+    """Writes the page of `runs` (by name) over `curves` (by task) to `out`, complete or not at all.
+
+    Raises OSError, and ValueError where no run can be read.
+    """
+    text = page(runs, curves, EMBEDDED_BYTES)
     out.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(out, page(runs, curves, EMBEDDED_BYTES))
+    replace_text(out, text)
 
 
 def page(runs: Mapping[str, Path], curves: Mapping[str, Curve], room: int) -> str:
-    """The page with everything in it. room: bytes of pictures."""
+    """The page with everything in it. room: bytes of pictures. Raises ValueError where no run can be read."""
     data = document.first(runs, curves, _embedded(room))
+    if all("problem" in run for run in data["runs"]):
+        raise ValueError(data["runs"][0]["problem"])
     files = resources.files("deploy.view")
     html, style, script = ((files / name).read_text() for name in ("page.html", "page.css", "page.js"))
     library = plotly()

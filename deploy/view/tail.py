@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ room for."""
 SEAL_BYTES = 2**16
 """So many bytes before a place tell whether the file is still the one that was read. Two runs of one seed can agree on
 them, but for the wall clock, only where they agree on all."""
+BIGGEST = sys.float_info.max
+"""Finite value."""
 
 Series = tuple[list[int], list[float | None]]
 """Environment steps and values; None for one that was not finite."""
@@ -105,14 +108,14 @@ def _series(data: bytes, path: Path, offset: int) -> dict[str, Series]:
         try:
             values = json.loads(line)
             step = int(values.pop("step"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            for key, value in values.items():
+                steps, points = series.setdefault(key, ([], []))
+                steps.append(step)
+                points.append(value if value is not None and -BIGGEST <= value <= BIGGEST else None)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} was damaged after it was written: the line at byte {offset} holds no metrics ({error!r})"
             ) from error
-        for key, value in values.items():
-            steps, points = series.setdefault(key, ([], []))
-            steps.append(step)
-            points.append(value)
         offset += len(line)
     return series
 

@@ -52,7 +52,7 @@ def make_run(run_dir: Path, seed: int = 1, steps: int = 3, task: str = TASK, **c
 @contextmanager
 def served(*run_dirs: Path, reference: str | None = "none") -> Iterator[Viewer]:
     runs = rundir.distinct(run_dirs)
-    with Viewer(runs, document.references(document.check(runs), reference), 0) as viewer:
+    with Viewer(runs, document.references(document.readable(runs), reference), 0) as viewer:
         thread = threading.Thread(target=viewer.serve_forever, args=[0.01])
         thread.start()
         try:
@@ -146,12 +146,27 @@ def test_a_run_without_metrics_has_none_yet(tmp_path):
     assert (found.whole, found.series, found.place) == (True, {}, Place())
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3", '{"loss": 1}', '{"step": null}', ""])
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", "3", '{"loss": 1}', '{"step": null}', '{"step": 1e999}', '{"step": 2, "loss": "low"}',
+     '{"step": 2, "loss": [1]}', "[" * 100_000, ""],
+)  # fmt: skip
 def test_a_damaged_line_is_named(tmp_path, line):
     first = '{"step": 1, "loss": 1}\n'
     (tmp_path / METRICS_FILE).write_text(f"{first}{line}\n{first}")
     with pytest.raises(ValueError, match=rf"metrics\.jsonl was damaged .* at byte {len(first)} "):
         tail.read(tmp_path, Place())
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "null", "1" * 400])
+def test_a_value_that_is_not_finite_is_a_gap(tmp_path, value):
+    lines = [f'{{"step": {step}, "loss": {value if step == 7 else step}}}\n' for step in range(50)]
+    (tmp_path / METRICS_FILE).write_text("".join(lines))
+    steps, values = tail.read(tmp_path, Place()).series["loss"]
+    assert (steps, values) == (list(range(50)), [*map(float, range(7)), None, *map(float, range(8, 50))])
+    _, values = tail.read(tmp_path, Place(), points=10).series["loss"]
+    assert (values[0], values[-1]) == (0, 49), "it is no extreme"
+    assert None not in values
 
 
 @pytest.mark.parametrize("count", [10, 101, 5000, 12_345])
@@ -237,6 +252,7 @@ def test_pictures_are_whole_files_of_two_folders(tmp_path):
         (tmp_path / name).write_bytes(PNG)
     (tmp_path / "videos/link.png").symlink_to(tmp_path / "top.png")
     (tmp_path / "videos/folder.png").mkdir()
+    os.mkfifo(tmp_path / "videos/pipe.png")
     found = rundir.pictures(tmp_path)
     assert [(p.title, p.step, p.name) for p in found] == [
         ("openloop-obs", 2000, "report/openloop-obs-000000002000.mp4"),
@@ -244,6 +260,25 @@ def test_pictures_are_whole_files_of_two_folders(tmp_path):
         ("openloop-obs", 400, "report/openloop-obs-000000000400.png"),
         ("best", None, "videos/best.mp4"),
     ]
+
+
+@pytest.mark.parametrize("folder", rundir.FOLDERS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_links_in_a_run_are_not_followed_but_the_run_may_be_one(tmp_path, folder, inside):
+    run = make_run(tmp_path / "stored" / "run")
+    elsewhere = (run if inside else tmp_path) / "checkpoints"
+    elsewhere.mkdir()
+    (elsewhere / "secret.png").write_bytes(PNG)
+    (run / folder).symlink_to(elsewhere)
+    other = run / next(name for name in rundir.FOLDERS if name != folder)
+    other.mkdir()
+    (other / "own.png").write_bytes(PNG)
+    (tmp_path / "linked").symlink_to(tmp_path / "stored")
+    with served(tmp_path / "linked" / "run") as viewer:
+        (told,) = data(viewer)["runs"][0]["pictures"]
+        assert told["name"] == f"{other.name}/own.png"
+        assert get(viewer, told["source"])[0] == 200
+        assert get(viewer, f"0/{folder}/secret.png")[0] == 404
 
 
 # documents
@@ -288,17 +323,45 @@ def test_the_published_curve_is_chosen_by_algorithm_and_task():
 def test_a_run_that_cannot_be_read_says_why_and_the_others_are_shown(tmp_path):
     good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", seed=2)
     runs = rundir.distinct([bad, good])
-    document.check(runs)
     with (bad / METRICS_FILE).open("a") as file:
         file.write("?\n")
-    with pytest.raises(ValueError, match="was damaged"):
-        document.check(runs)
     told = document.first(runs, {}, NOWHERE)["runs"]
     assert "was damaged" in told[0]["problem"]
     assert "metrics" not in told[0]
     assert told[1]["metrics"]["series"]["eval/return"][1] == [1.0, 11.0, 21.0]
     (bad / "config.yaml").unlink()
     assert "holds no config.yaml" in document.first(runs, {}, NOWHERE)["runs"][0]["problem"]
+    assert [config.seed for config in document.readable(runs)] == [1]
+    (good / "config.yaml").unlink()
+    with pytest.raises(FileNotFoundError, match=f"{bad} is no run directory"):
+        document.readable(runs)
+
+
+@pytest.mark.parametrize("damage", [{"seconds": "abc"}, {"numbers": {"train/return": None}}, {"parts": 3},
+                                    {"parts": [{"name": 3, "where": "", "now": ""}]}])  # fmt: skip
+def test_a_damaged_status_is_told_beside_the_curves(tmp_path, damage):
+    good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", seed=2)
+    for run in (good, bad):
+        running.write(RunStatus(time.time(), "finished", "", actors=0), run)
+    values = json.loads((bad / running.STATUS_FILE).read_text())
+    (bad / running.STATUS_FILE).write_text(json.dumps({**values, **damage}))
+    with served(bad, good) as viewer:
+        told = data(viewer)["runs"]
+    assert [run["standing"]["state"] for run in told] == ["unknown", "finished"]
+    assert "status.json is damaged" in told[0]["standing"]["says"]
+    assert [len(run["metrics"]["series"]["eval/return"][0]) for run in told] == [3, 3]
+
+
+def test_metrics_are_read_once(tmp_path, monkeypatch):
+    reads = []
+    read = tail.read
+    monkeypatch.setattr(tail, "read", lambda *args: reads.append(args) or read(*args))
+    run = make_run(tmp_path / "run")
+    assert command(run, "--out", tmp_path / "page.html", monkeypatch=monkeypatch) == 0
+    assert len(reads) == 1
+    with served(run) as viewer:
+        data(viewer)
+    assert len(reads) == 2
 
 
 # the server
@@ -339,6 +402,22 @@ def test_nothing_is_served_without_the_secret(tmp_path):
             assert secret.encode() not in content
     with served(make_run(tmp_path / "other")) as viewer:
         assert secret not in viewer.url
+
+
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [("x", 404), ("*", 404), ("//", 404), ("http://x", 404), ("http://[", 400), ("http://[/SECRET/", 400),
+     ("/SECRET/" + "9" * 5000 + "/a.png", 404), ("/SECRET/%D9%A0/a.png", 404), ("http://x/SECRET/", 200)],
+)  # fmt: skip
+def test_what_is_no_address_is_answered_and_nothing_is_printed(tmp_path, capfd, address, status):
+    with served(make_run(tmp_path / "run")) as viewer:
+        with socket.create_connection(viewer.server_address, timeout=60) as connection:
+            request = f"GET {address.replace('SECRET', viewer.secret)} HTTP/1.1\r\nConnection: close\r\n\r\n"
+            connection.sendall(request.encode())
+            answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+        assert answer.split()[1:2] == [str(status).encode()]
+        assert get(viewer, "")[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 def test_only_pictures_of_runs_are_served(tmp_path):
@@ -418,7 +497,7 @@ def test_a_file_needs_nothing_else(tmp_path):
     (run / "report" / "openloop-obs-000002.png").write_bytes(PNG * 2)
     (run / "log.txt").write_text("time=now level=WARNING logger=x event=</script><script>alert()</script>\n")
     runs = rundir.distinct([run])
-    page = static.page(runs, document.references(document.check(runs), None), room=len(PNG) * 2)
+    page = static.page(runs, document.references(document.readable(runs), None), room=len(PNG) * 2)
     own = page.replace(static.plotly(), "")
     assert len(own) < len(page) - 10**6
     assert re.findall(r"\bhttps?:|url\(|@import|\bimport\(|\ssrc=|<link(?! rel=\"icon\" href=\"data:,\")", own) == []
@@ -478,5 +557,22 @@ def test_the_command_refuses_in_a_sentence(tmp_path, monkeypatch, capsys):
     assert "there is no reference 'best'" in capsys.readouterr().err
     with (run / METRICS_FILE).open("a") as file:
         file.write("{}\n")
-    assert command(run, monkeypatch=monkeypatch) == 1
+    assert command(run, "--out", tmp_path / "pages" / "page.html", monkeypatch=monkeypatch) == 1
     assert "metrics.jsonl was damaged after it was written" in capsys.readouterr().err
+    assert not (tmp_path / "pages").exists()
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_has_bounds(tmp_path, monkeypatch, capsys, port):
+    assert command(make_run(tmp_path / "run"), "--port", port, monkeypatch=monkeypatch) == 2
+    assert f"port={port} must be from 0 to 65535" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_shows_runs_beside_one_that_cannot_be_read(tmp_path, monkeypatch):
+    good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", seed=2)
+    (bad / "config.yaml").unlink()
+    out = tmp_path / "page.html"
+    assert command(bad, good, "--out", out, monkeypatch=monkeypatch) == 0
+    page = out.read_text()
+    assert "holds no config.yaml" in page
+    assert '"eval/return":[[0,1000,2000],' in page
