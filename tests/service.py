@@ -14,7 +14,7 @@ from typing import Any
 from replay_server.__main__ import Served, serving
 from replay_server.config import ServerConfig
 from telamon.rpc.security import TOKEN_VARIABLE, Endpoint
-from tests.waiting import SECONDS
+from tests.waiting import SECONDS, next_line
 
 TOKEN = "a-token-for-tests-of-the-replay"
 
@@ -52,10 +52,9 @@ class Process:
             [sys.executable, *command, "--directory", str(directory), *options],
             env={**os.environ, TOKEN_VARIABLE: TOKEN}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
+        line = next_line(self.popen)
         if not line:
-            raise RuntimeError(f"the server ended with {self.popen.wait()}: {self.popen.communicate()[1]}")
+            raise RuntimeError(f"the server ended with {self.popen.wait(SECONDS)}: {self.popen.communicate()[1]}")
         self.info = json.loads(line)
         self.endpoint = endpoint_of(self.info)
 
@@ -64,9 +63,9 @@ class Process:
         return self.popen.pid
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL; returns once it and whoever has its output have ended."""
         self.popen.kill()
-        self.popen.communicate()
+        self.popen.communicate(timeout=SECONDS)
 
     def terminate(self, timeout: float = SECONDS) -> tuple[int, str]:
         """SIGTERM; (exit code, what it said on stderr)."""

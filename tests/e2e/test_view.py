@@ -25,7 +25,7 @@ from deploy.video import write_video
 from telamon.telemetry import png
 from telamon.telemetry.live import Part
 from telamon.telemetry.writer import METRICS_FILE, MetricsWriter
-from tests.waiting import SECONDS, until
+from tests.waiting import SECONDS, next_line, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -58,8 +58,7 @@ def viewing(*args: str | Path) -> Iterator[str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            yield next_line(process).strip()
             process.send_signal(signal.SIGINT)
             assert process.wait(SECONDS) == 0
         finally:

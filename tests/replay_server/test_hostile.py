@@ -26,7 +26,7 @@ from telamon.rpc.shared import DIRECTORY, SharedSlots
 from telamon.rpc.v1 import replay_pb2
 from tests.replay_server.plain import SPEC, Plain, check_windows, header, payload, rows
 from tests.service import TOKEN, endpoint_of, serve_open
-from tests.waiting import SECONDS, until
+from tests.waiting import SECONDS, next_line, until
 
 INVALID, NOT_FOUND, ABORTED = (
     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED,
@@ -644,8 +644,7 @@ def test_client_killed_in_the_middle(case):
         [sys.executable, "-c", textwrap.dedent(CLIENT), case.served.info["address"], TOKEN],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "going\n"
+    assert next_line(process) == "going\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     until(lambda: nothing_open(case))

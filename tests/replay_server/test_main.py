@@ -25,7 +25,7 @@ from telamon.telemetry import owners
 from telamon.telemetry.owners import AddressInUse
 from tests.replay_server.plain import Plain, check_windows
 from tests.service import TOKEN, Process, make_certificate, serve, serve_open, spawn
-from tests.waiting import SECONDS, until
+from tests.waiting import SECONDS, next_line, until
 
 
 def refusal(capsys, *options):
@@ -117,7 +117,7 @@ def in_a_mark(directory, *options):
     client.configure()
     client.append(client.open(), 0)
     call = client.stub.Mark.future(replay_pb2.MarkRequest(table="main", name="slow"), **client.options)
-    assert process.popen.stdout.readline() == "marking\n"
+    assert next_line(process.popen) == "marking\n"
     return process, client, call
 
 
@@ -367,7 +367,7 @@ def test_a_client_whose_host_vanished_is_noticed(tmp_path):
         stopped, idle = (subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(2))
         try:
             for process in (stopped, idle):
-                assert process.stdout.readline() == "open\n"
+                assert next_line(process) == "open\n"
             value = lambda: served.counts.registry.get_sample_value("telamon_replay_open_calls", {"method": "Sample"})
             until(lambda: value() == 2)
             stopped.send_signal(signal.SIGSTOP)

@@ -13,6 +13,7 @@ import pytest
 
 from telamon.rpc.codec import SLOT, Layout
 from telamon.rpc.shared import SharedSlots, sweep
+from tests.waiting import next_line
 
 LAYOUT = Layout({"env_id": ((), np.dtype(np.int32)), "image": ((5, 3), np.dtype(np.uint8))})
 SLOT_BYTES = LAYOUT.nbytes(4, SLOT)
@@ -234,8 +235,7 @@ time.sleep(3600)
 
 def _child(directory: Path, then: str) -> tuple["subprocess.Popen[str]", Path]:
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(directory), then], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    return child, Path(child.stdout.readline().strip())
+    return child, Path(next_line(child).strip())
 
 
 def _kill(child: "subprocess.Popen[str]") -> None:

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -228,32 +229,47 @@ def test_numbers_are_short():
     assert [size(x) for x in (2**20, 3 * 2**29)] == ["1 MiB", "1.50 GiB"]
 
 
+def said(terminal):
+    """What comes next from the other end of a pty; nothing once that is closed."""
+    assert select.select([terminal], [], [], SECONDS)[0], f"nothing within {SECONDS:g} s"
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # how Linux reports that it is closed
+        return b""
+
+
 def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(
-        "import signal, time\n"
+        "import os, signal, time\n"
         # a test run in the background inherits an ignored SIGINT, and Python then leaves it ignored
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from rich.console import Console\n"
         "from telamon.telemetry.live import LiveView\n"
         "with LiveView('task', 10, Console()) as view:\n"
         "    view.update(env_steps=3, status='ready')\n"
-        "    time.sleep(3600)\n"
+        # past the calls that may swallow an interrupt; past the console, which holds back what is printed
+        "    os.write(1, b'WAITS')\n"
+        "    while True:\n"
+        "        time.sleep(0.1)\n"
     )
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen([sys.executable, str(script)], stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    seen = b""
-    while b"ready" not in seen:
-        seen += os.read(ours, 4096)  # OSError if the process ends before
-    process.send_signal(signal.SIGINT)
     try:
-        while chunk := os.read(ours, 4096):
-            seen += chunk
-    except OSError:  # how Linux reports that the other end of a pty is closed
-        pass
-    os.close(ours)
-    assert process.wait(SECONDS) != 0
+        seen = b""
+        while b"WAITS" not in seen:
+            more = said(ours)
+            assert more, seen.decode()  # the process has ended before
+            seen += more
+        process.send_signal(signal.SIGINT)
+        while more := said(ours):
+            seen += more
+        assert process.wait(SECONDS) != 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
     assert b"KeyboardInterrupt" in seen
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
