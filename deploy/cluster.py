@@ -678,6 +678,8 @@ class Launch:
                 return
             if found is not None:  # it has no snapshot yet: it is asked again
                 self.memory.evaluated = asked
+                LOG.info("event=evaluation env_steps=%d return=%g seconds=%.1f", asked, found.returns.mean(),
+                         found.seconds)  # fmt: skip
                 self.write(writer, live, {
                     **local.evaluated(found.returns, found.lengths), "eval/asked_at_step": asked,
                     "eval/snapshot_version": found.version, "time/evaluation_seconds": found.seconds,
@@ -889,10 +891,14 @@ class Launch:
         return done
 
     def _once(self, writer: MetricsWriter, live: LiveView) -> None:
-        for episode in self.turn():
-            self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
+        self._write_episodes(self.turn(), writer, live)
         self.look(writer, live)
         time.sleep(TURN_SECONDS)
+
+    def _write_episodes(self, episodes: Sequence[Episode], writer: MetricsWriter, live: LiveView) -> None:
+        for episode in episodes:
+            LOG.debug("event=episode return=%g length=%d", episode.total_reward, episode.length)
+            self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
 
     def close(self, writer: MetricsWriter, live: LiveView, done: bool) -> None:
         """Lets the workers send their last rows, the learner make the updates due (if `done`) and its checkpoint."""
@@ -900,8 +906,7 @@ class Launch:
         self.show(live)
         if self.learner.handle is not None:  # no snapshot for those who leave
             self.learner.handle.set_workers.remote({})
-        for episode in self._take(self.pool.stop(STOP_SECONDS)):
-            self.write(writer, live, {"train/return": episode.total_reward, "train/length": episode.length})
+        self._write_episodes(self._take(self.pool.stop(STOP_SECONDS)), writer, live)
         deadline = time.monotonic() + (FINISH_SECONDS if done else STOP_SECONDS)
         starts = 0
         while self.learner.result is None:
