@@ -78,7 +78,10 @@ class Books:
 
 
 def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
-    """`act(params, carry, obs, is_first, key, tick)`, jitted with its draws inside: one dispatch per tick."""
+    """`act(params, carry, obs, is_first, key, tick)`, jitted with its draws inside: one dispatch per tick.
+
+    Its program is called `act`, that of mode `eval` `act_eval`: it is another one, and neither is compiled again.
+    """
 
     def act(
         params: PyTree,
@@ -91,6 +94,7 @@ def jit_act(agent: Agent, num_envs: int, mode: Mode) -> Any:
         noise = agent.draw_act_noise(jax.random.fold_in(key, tick), num_envs)
         return agent.act(params, carry, obs, is_first, noise, mode)
 
+    act.__name__ = {"train": "act", "eval": "act_eval"}[mode]
     return jax.jit(act)
 
 

@@ -21,7 +21,8 @@ compilation, nor a part of the updates that a random phase owes, which follow ea
 class Trace:
     """Begins and ends by itself, called before each update.
 
-    updates: to be traced; 0: none. folder: where JAX writes it. say: is told in a sentence where it lies.
+    updates: to be traced; 0: none. folder: where JAX writes it. say: is told in a sentence where it lies, or that there
+    is none.
     """
 
     def __init__(self, updates: int, folder: Path, say: Callable[[str], None]) -> None:
@@ -51,8 +52,13 @@ class Trace:
         self._running = True
 
     def end(self) -> None:
-        """Ends a trace that is going on, with fewer updates than were asked for where the run ends before."""
+        """Ends a trace that is going on, with fewer updates than were asked for where the run ends before, and tells of
+        one that was asked for and never began."""
         if not self._running:
+            if self._left > 0:
+                reason = f"the run ended before it was warm, after {self._made} updates of this process"
+                log.warning("event=profile_not_made reason=%r", reason)
+                self._say(f"no profile: {reason} (see docs/profiling.md)")
             return
         self._running = False
         jax.profiler.stop_trace()

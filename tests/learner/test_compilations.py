@@ -7,7 +7,11 @@ import threading
 import jax
 import numpy as np
 
+from actors.collector import jit_act
 from learner.compilations import Compilations, Compiled
+from telamon.data import Schedule
+from telamon.envs import counting
+from tests.probe import ACTION_SIZE, Probe
 
 
 def jitted():
@@ -44,6 +48,20 @@ def test_what_is_compiled_again_once_nothing_should_be_is_counted_apart():
         assert found.figures.again == 0
         one(np.zeros(4, np.float32))
         assert (found.figures.programs, found.figures.again) == (4, 1)
+
+
+def test_an_evaluation_is_no_recompilation_of_the_policy():
+    """They come in either order: the first evaluation before all training, the policy when it is first asked."""
+    env = counting.make("continuous", 1, 0, lengths=(5,), action_size=ACTION_SIZE)
+    agent = Probe(env.spec, Schedule("transitions", 0))
+    params = agent.acting_params(agent.init(jax.random.key(0)))
+    step = env.reset()
+    given = params, agent.initial_carry(1), step.obs, step.is_first, jax.random.key(1), np.uint32(0)
+    found = Compilations()
+    with found.counted(warm=lambda: True):
+        for mode in ("eval", "train"):
+            jit_act(agent, 1, mode)(*given)
+    assert (found.figures.programs, found.figures.again) == (2, 0)
 
 
 def test_other_threads_count():

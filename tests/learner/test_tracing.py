@@ -58,12 +58,23 @@ def test_a_run_that_ends_before_ends_its_trace(calls, tmp_path, caplog):
         assert made(trace, calls, 15, 1) == [("begin", WARM_UPDATES)]
     assert calls == ["end"]
     assert f"event=profile folder={tmp_path} last_update=15" in caplog.text
+    assert "profile_not_made" not in caplog.text
     calls.clear()
-    with tracing.tracing(100, tmp_path, lambda text: None) as trace:
-        trace.before_update(0)
     with tracing.tracing(0, tmp_path, lambda text: None) as trace:
         assert made(trace, calls, 50, 1) == []
     assert calls == []
+    assert "profile_not_made" not in caplog.text
+
+
+def test_a_run_that_ends_before_it_is_warm_says_that_there_is_no_trace(calls, tmp_path, caplog):
+    said = []
+    with tracing.tracing(100, tmp_path, said.append) as trace:
+        assert made(trace, calls, 3, 1) == []
+    assert calls == []
+    reason = "the run ended before it was warm, after 3 updates of this process"
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", f"event=profile_not_made reason={reason!r}")
+    assert said == [f"no profile: {reason} (see docs/profiling.md)"]
 
 
 def test_what_a_trace_of_a_run_holds(monkeypatch, tmp_path):
