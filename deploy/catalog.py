@@ -60,11 +60,11 @@ the one role `train`; its page shows the families of actor, learner, replay and 
 
 **Counters** (`_total`), and what summaries (`_sum`, `_count`) and histograms (`_bucket`, `_sum`, `_count`) count, only
 rise while their process lives, and begin at 0 with the next one. `rate` and `increase` know that: ask for them, and sum
-afterwards. What was counted between the last scrape and the death of a process is lost. Two kinds go on where they
-were: `telamon_driver_*`, which is of the run and not of one driver, and what a replay server says of a table, which is
-of the table. `telamon_learner_run_updates` is of the run, too: a gauge, as it goes back with the checkpoint that a
-learner goes on from. Returns may be negative, and a sum that falls would look like a new beginning: their histogram has
-`_bucket` alone, and their sum is the difference of `telamon_actor_returned_total` by `sign`.
+afterwards. What was counted between the last scrape and the death of a process is lost. Only `telamon_driver_*` goes on
+where it was: it is of the run and not of one driver. `telamon_learner_run_updates` is of the run, too: a gauge, as it
+goes back with the checkpoint that a learner goes on from. What a replay server says of a table begins at 0 as well,
+though the table goes on. Returns may be negative, and a sum that falls would look like a new beginning: their histogram
+has `_bucket` alone, and their sum is the difference of `telamon_actor_returned_total` by `sign`.
 
 **Seconds by what they went to** (`doing`) of an actor and a learner are all that their loop has: at each scrape they
 add up to its life, what it is in the middle of included. `rate` makes shares of them. What threads did meanwhile is in

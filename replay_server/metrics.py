@@ -195,7 +195,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Table, ReplayStats], float]]] = {
     "written_back_rows": ("Rows whose latents were replaced.", lambda table, stats: stats.written_back),
     "stale_rows": ("Rows of write-backs dropped because they were no longer held.", lambda table, stats: stats.stale),
 }
-"""Of the table, not of this process: after a restart they go on."""
+"""Since this process began; the table itself counts on after a restart."""
 
 
 class _Rising:
@@ -223,18 +223,14 @@ class _Rising:
 class TableMetrics(Collector):
     """What tables tell of themselves, in `registry`. tables: (name, table) of every table, asked for at each look.
 
-    begun: (name, table) of those whose counters are to start at 0 here.
+    The counters of those that are there already start at 0 here: where a restore had taken something back, what is
+    shown would fall with a restart to what the table has, and `increase` would add all of that.
     """
 
-    def __init__(
-        self,
-        tables: Callable[[], Iterable[tuple[str, Table]]],
-        registry: CollectorRegistry,
-        begun: Iterable[tuple[str, Table]] = (),
-    ) -> None:
+    def __init__(self, tables: Callable[[], Iterable[tuple[str, Table]]], registry: CollectorRegistry) -> None:
         self._tables = tables
         self._rising = _Rising()
-        for name, table in begun:
+        for name, table in tables():
             stats = table.stats()
             for entry, (_, value) in _COUNTERS.items():
                 self._rising.begin(name, entry, value(table, stats))
@@ -284,7 +280,7 @@ class StoreMetrics(Collector):
         self._window_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in store.served.values())
         self._served_before = store.stats().sampled_windows
         tables = [(name, Embedded(store))]
-        TableMetrics(lambda: tables, registry, begun=tables)
+        TableMetrics(lambda: tables, registry)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
