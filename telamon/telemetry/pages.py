@@ -50,17 +50,20 @@ def serving(
     host: a name or address of this host, IPv6 without brackets. port: 0 for a free one.
     knob: what sets the port, for the error's way out.
     documents: path -> makes a text in JSON, which is shown there.
-    Raises AddressInUse naming the owner of a port that is taken, OSError for an address that is not this host's.
+    Raises AddressInUse naming the owner of a port that is taken, OSError for one that this user may not have and for an
+    address that is not this host's.
     """
     address = f"{owners.bracketed(host)}:{port}"
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         server = _server(family)((str(where[0]), port), _handler(registry, documents))
     except OSError as error:
+        another = f"give {knob} another port, or 0 for a free one"
         if error.errno == errno.EADDRINUSE:
-            raise owners.in_use(address, f"give {knob} another port, or 0 for a free one") from error
-        reason = "it is a port of the system's; " if error.errno == errno.EACCES else ""
-        raise OSError(f"cannot listen on {address}; {reason}give an address of this host") from error
+            raise owners.in_use(address, another) from error
+        if error.errno == errno.EACCES:
+            raise OSError(f"cannot listen on {address}, a port that the system keeps for root; {another}") from error
+        raise OSError(f"cannot listen on {address}; give an address of this host") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics-page", daemon=True)
     thread.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -117,6 +118,19 @@ def test_an_address_must_be_of_this_host(host):
     with (
         pytest.raises(OSError, match=rf"cannot listen on {host}:0; give an address of this host"),
         pages.serving(pages.new_registry(), host, 0, "--knob"),
+    ):
+        pass
+
+
+def test_a_port_of_the_system_is_refused_with_the_way_out(monkeypatch):
+    def bind(server, address):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    reason = "a port that the system keeps for root; give --metrics-port another port, or 0 for a free one"
+    with (
+        pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:80, {reason}$"),
+        pages.serving(pages.new_registry(), "127.0.0.1", 80, "--metrics-port"),
     ):
         pass
 
