@@ -1,4 +1,4 @@
-"""What being seen costs: CPU time of all that is counted and timed per tick and update, and of a look at each page.
+"""What being seen costs: CPU time of all that is counted, timed and named per tick and update, and of a look at a page.
 
 Calls are counted in real ticks and in a real learner's loop; what one call takes comes from calling it many times, as
 an end-to-end difference of 1 % drowns in a machine's noise. They are compared with the CPU time of the tick or update
@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a bare accelerator machine has no installed telamon
 
@@ -104,10 +105,20 @@ def costs(times: int) -> dict[str, float]:
     def add() -> None:
         spent.rows += 1
 
+    def named() -> None:
+        with TraceAnnotation("batch"):
+            pass
+
+    def numbered() -> None:
+        with StepTraceAnnotation("update", step_num=spent.updates):
+            pass
+
     calls: Mapping[str, Callable[[], object]] = {
         "stopwatch": lambda: watch.now("b"),
         "clock": time.monotonic,
         "add": add,
+        "named": named,
+        "numbered": numbered,
         "episode": episode,
         "request": request,
         "sampled": lambda: replay.sampled("main", "train", 1000, ages),
@@ -252,16 +263,20 @@ def lines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for _ in range(2 * EPISODE):  # episodes to sample from
         collector.tick(None)
     cpu, calls = ticks(collector, params, options.ticks)
-    # the counts of rows, ticks, transitions and episodes, as if an episode ended; the replay server's, which is sent it
-    per_tick = {"stopwatch": calls["now"] / options.ticks, "add": 4, "episode": 1, "request": 1}
+    # the counts of rows, ticks, transitions and episodes, as if an episode ended; the name that it has in a trace of a
+    # run of one process; the replay server's, which is sent it
+    per_tick = {"stopwatch": calls["now"] / options.ticks, "add": 4, "episode": 1, "named": 1, "request": 1}
     yield case("tick", cpu, per_tick, each) | shared
 
     with tempfile.TemporaryDirectory() as folder:
         loop, gate, calls = learner_loop(agent, store, options.updates, Path(folder))
     cpu = statistics.median(np.diff(gate.times))
-    # every reading of the clock in the loop's life, and an addition for each; the server's, of the batch that it serves
+    # every reading of the clock in the loop's life, and an addition for each; the names in a trace, of the update, and
+    # of its draw, its copy and its write-back; the server's, of the batch that it serves
     reads, watched = calls["clock"] / options.updates, calls["now"] / options.updates
-    per_update = {"stopwatch": watched, "clock": reads, "add": reads, "request": 1, "sampled": 1}
+    per_update = {
+        "stopwatch": watched, "clock": reads, "add": reads, "numbered": 1, "named": 3, "request": 1, "sampled": 1,
+    }  # fmt: skip
     yield case("update", cpu, per_update, each) | shared
 
     run = RunFigures("tdmpc2", "dmc:walker-walk", 0, version("telamon"), Path.cwd(), 10**6)
