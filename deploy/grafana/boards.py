@@ -266,7 +266,14 @@ OVERVIEW = Board(
                 "Deaths of parts within ten minutes; all are started again.",
                 "count:restarts",
                 {"{{kind}}": 'increase(telamon_driver_restarts_total{run="$run"}[10m])'},
-                width=12,
+            ),
+            Panel(
+                "Last turn of the driver",
+                "Seconds since the loop that leads the run came round. Of a run of one process it stands while it "
+                "evaluates or compiles.",
+                "s",
+                {"age": 'telamon_driver_turn_age_seconds{run="$run"}'},
+                width=4,
             ),
             MEMORY,
             Panel(

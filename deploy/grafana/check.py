@@ -110,11 +110,12 @@ def recorded(run: str) -> Iterator[Shown]:
         yield Shown(f"rules.yml, {name}", f"{name}{{run={_quoted(run)}}}")
 
 
-def looked_at() -> Iterator[Shown]:
-    """Every alert, by the series that it looks at."""
+def looked_at(run: str) -> Iterator[Shown]:
+    """Every alert, by the series of the run that it looks at."""
     for name, expr in rules("alert", "alerts.yml"):
-        for selector in sorted({match[0] for match in SELECTOR.finditer(expr)}):
-            yield Shown(f"alerts.yml, {name}", f"count({selector})")
+        for metric, matchers in sorted({(match[1], match[2] or "{}") for match in SELECTOR.finditer(expr)}):
+            given = ", ".join(part for part in (f"run={_quoted(run)}", matchers[1:-1]) if part)
+            yield Shown(f"alerts.yml, {name}", f"count({metric}{{{given}}})")
 
 
 def may_be_empty(expr: str, kinds: Collection[str]) -> bool:
@@ -151,7 +152,7 @@ def check(url: str, run: str | None = None) -> tuple[int, list[str]]:
     if not runs or (run is not None and run not in runs):
         raise ValueError(f"Prometheus knows of no run under way{'' if run is None else f' called {run}'}")
     run = run or min(runs)
-    asked = [*panels(run), *recorded(run), *looked_at()]
+    asked = [*panels(run), *recorded(run), *looked_at(run)]
     answers = [failing(url, shown, runs[run]) for shown in asked]
     alerts = [(name, refused(url, expr)) for name, expr in rules("alert", "alerts.yml")]
     bad = [f"alerts.yml, {name}: {reason}" for name, reason in alerts if reason is not None]

@@ -120,6 +120,22 @@ def test_no_rule_adds_up_what_two_runs_did():
             assert "run" in labels.split(", "), name
 
 
+def test_a_rule_looks_back_as_far_as_its_name_says():
+    for name, expr in check.rules("record", "rules.yml"):
+        said = re.findall(r"(?<=\D)\d+m$", name)
+        assert set(re.findall(r"\[(\w+)\]", expr)) in (set(said), set()), name
+
+
+def test_every_rule_is_tried_on_two_runs():
+    tests = yaml.safe_load((PROMETHEUS / "tests.yml").read_text())["tests"]
+    (tried,) = [test["promql_expr_test"] for test in tests if test.get("name", "").startswith("every recorded rule")]
+    runs = {
+        case["expr"]: {re.findall(r'run="([^"]*)"', one["labels"])[0] for one in case["exp_samples"]} for case in tried
+    }
+    for name, _ in check.rules("record", "rules.yml"):
+        assert len(runs[f"round({name}, 2^-20)"]) >= 2, name
+
+
 # alerts
 
 
@@ -184,7 +200,10 @@ def test_a_prometheus_that_answers_everything_passes(prometheus):
         # of a panel, of a rule, of what an alert looks at
         ({"telamon_learner_snapshot_bytes": []}, "learner.json, 'Size of a snapshot': no data: "),
         ({"run:telamon_replay_held:ratio{": []}, "rules.yml, run:telamon_replay_held:ratio: no data: "),
-        ({"count(telamon_learner_limiter_waiting": []}, "alerts.yml, TelamonReplayNotGrowing: no data: "),
+        (
+            {'count(telamon_learner_limiter_waiting{run="tdmpc2", side=': []},
+            "alerts.yml, TelamonReplayNotGrowing: no data: ",
+        ),
         ({"telamon_learner_snapshot_bytes": [Sample({}, float("nan"))]}, "'Size of a snapshot': not a number: "),
         ({"telamon_learner_snapshot_bytes": "parse error"}, "'Size of a snapshot': parse error: "),
         ({"telamon_learner_beside_seconds_total": [Sample({}, 1.0)]}, "'Beside the loop': no label doing: "),

@@ -52,6 +52,17 @@ def test_alerts_fire_when_they_should_and_at_no_other_time():
     promtool("test", "rules", "tests.yml")
 
 
+def test_what_the_document_says_of_promtool_is_right():
+    text = (SHIPPED.parents[1] / "docs" / "monitoring.md").read_text()
+    commands = re.findall(r"^promtool .*", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        done = subprocess.run(
+            command, shell=True, cwd=SHIPPED.parents[1], capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+
 # a real launch
 
 
