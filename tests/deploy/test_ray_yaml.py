@@ -122,8 +122,8 @@ def test_local_turns_off_the_autoscaler_that_does_not_start_its_workers():
 
 RUNBOOK = ROOT / "deploy" / "runbook.md"
 FOREIGN = {
-    # of ray, pip, docker and timeout
-    "follow", "foreground", "generate", "no-deps", "no-restart", "no-wait", "object-store-memory", "resources",
+    # of ray, pip, docker, timeout and py-spy
+    "follow", "foreground", "generate", "no-deps", "no-restart", "no-wait", "object-store-memory", "pid", "resources",
     "shm-size", "submission-id", "wheel-dir", "working-dir", "yes",
 }  # fmt: skip
 
