@@ -1039,6 +1039,7 @@ def test_an_evaluation_that_goes_on_is_waited_for_where_the_run_is_done(fake, ru
     assert json.loads(here.launch.targets.text()) != []
     here.launch.close(here.writer, here.live, done)
     assert json.loads(here.launch.targets.text()) == []
+    assert here.launch.figures.state == ("finished" if done else "stopped")
     assert (fake.now >= until) == done
     assert [line["eval/return"] for line in read_metrics(here.run_dir) if "eval/return" in line] == [2.0] * done
 
