@@ -183,7 +183,7 @@ def _driver(registry: Any) -> None:
 def _learner(registry: Any) -> None:
     loop = LoopStatus("training", metrics={"loss": 0.0}, seconds=dict.fromkeys(get_args(LearnerDoing), 0.0),
                       beside=Beside())  # fmt: skip
-    published = Published(0, 0, 0.0, 0, 0, 0, (0.0, 0.0), {})
+    published = Published(0, 0, 0, 0, 0, (0.0, 0.0), {})
     LearnerMetrics(lambda: loop, lambda: {"cuda:0": {"live": 0, "in_use": 0, "limit": 0}}, lambda: published, registry)
     status = limiter.Status(limiter.Waits(0.0, 0.0, "none"), 0.0, {"shard-0": 0}, 1.0, 1.0, 0)
     LimiterMetrics(lambda: status, LimiterConfig(1.0, 1, 1, capacity=100, band=10), registry)

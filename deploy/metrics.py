@@ -12,10 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from deploy import discovery
+from deploy.running import STATES
 from telamon.telemetry import pages
-
-STATES = ("starting", "running", "stopping", "finished", "stopped", "failed")
-"""Of a run."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,6 @@ class DriverMetrics(Collector):
     ) -> None:
         self._figures, self._pages = figures, pages
         registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # or registering would ask for the figures already
 
     def collect(self) -> Iterable[Metric]:
         f = self._figures()

@@ -41,6 +41,10 @@ TELL_SECONDS = LOOK_SECONDS = 1.0
 """Between two statuses of a run of one process, and between two looks of somebody who watches."""
 RUNNING = ("starting", "running", "stopping")
 """States of a run that goes on."""
+STATES = (*RUNNING, "finished", "stopped", "failed")
+"""All that a run may be in."""
+NOTABLE = 0.05
+"""Share of the time that something must take for a sentence to say so."""
 
 
 @dataclass(frozen=True)

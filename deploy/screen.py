@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from actors.collector import Doing
 from actors.worker import WorkerStatus
+from deploy.running import NOTABLE
 from deploy.shards import ShardStatus
 from learner.limiter import Status as LimiterStatus
 from learner.worker import LearnerStatus
@@ -21,8 +22,6 @@ DOING: Mapping[Doing, str] = {
     "snapshot": "waits for a snapshot",
 }
 """What a worker does, in words."""
-NOTABLE = 0.05
-"""Share of the time that a side must have waited for the screen to say so."""
 STARTING, AGAIN = "starting", "starting again"
 
 

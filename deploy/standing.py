@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from deploy.running import RunStatus
+from deploy.running import NOTABLE, RunStatus
 from telamon.telemetry.live import RETURNS, Part, Progress, Rates
 from telamon.telemetry.logs import LOG_FILE
 from telamon.telemetry.process import resident_bytes
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PART = "train"
 """Name and role of the one process."""
-NOTABLE = 0.05
-"""Share of the time from which on something is said to take it."""
 
 
 def counts(run: Run) -> dict[str, float]:

@@ -36,8 +36,6 @@ class Published:
     """Put into the object store."""
     snapshot_bytes: int
     """Of the newest one."""
-    put_seconds: float
-    """Total time from the device into the object store."""
     pushes: int
     """Answered."""
     skipped: int
@@ -90,7 +88,7 @@ class Publisher:
         """Version, when its publishing began, and reference."""
         self._delays: deque[float] = deque(maxlen=DELAYS)
         self._snapshots = self._bytes = self._pushes = self._skipped = self._failed = 0
-        self._put_seconds = self._push_seconds = 0.0
+        self._push_seconds = 0.0
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._thread = Background(self._listen, "answers")
 
@@ -104,7 +102,6 @@ class Publisher:
             self._newest = version, began, reference
             self._snapshots += 1
             self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-            self._put_seconds += self._clock() - began
             for name, receiver in self._receivers.items():
                 if receiver.busy:
                     self._skipped += 1
@@ -126,7 +123,7 @@ class Publisher:
             newest = None if self._newest is None else self._newest[0]
             p50, p99 = np.percentile(self._delays, [50, 99]) if self._delays else (0.0, 0.0)
             return Published(
-                self._snapshots, self._bytes, self._put_seconds, self._pushes, self._skipped, self._failed,
+                self._snapshots, self._bytes, self._pushes, self._skipped, self._failed,
                 (float(p50), float(p99)),
                 {n: newest - r.has for n, r in self._receivers.items() if newest is not None and r.has is not None},
                 self._push_seconds,

@@ -54,7 +54,7 @@ HERE, THERE = "a" * 56, "b" * 56
 """Ids of nodes, as Ray writes them."""
 
 WORKER = WorkerStatus("?", 1, "here", True, Figures(), None, None, (0.0, 0.0), ())
-PUBLISHED = Published(0, 0, 0.0, 0, 0, 0, (0.0, 0.0), {})
+PUBLISHED = Published(0, 0, 0, 0, 0, (0.0, 0.0), {})
 LIMITS = LimiterStatus(Waits(0.0, 0.0, "none"), 0.0, {}, 1.0, 1.0, 0)
 LOOP = LoopStatus("training")
 LEARNER = LearnerStatus(1, "here", ("cpu:0",), LOOP, PUBLISHED, None, ())

@@ -16,7 +16,7 @@ from learner.publish import Published
 from learner.worker import LearnerStatus
 
 LIMITS = LimiterStatus(Waits(0.0, 0.0, "none"), 0.0, {}, 1.0, 1.0, 0)
-PUBLISHED = Published(0, 0, 0.0, 0, 0, 0, (0.0, 0.0), {})
+PUBLISHED = Published(0, 0, 0, 0, 0, (0.0, 0.0), {})
 LEARNER = LearnerStatus(
     1, "here", (), LoopStatus("training", limiter=LIMITS, seconds={"rows": 5.0}), PUBLISHED, None, ()
 )

@@ -26,7 +26,7 @@ from telamon.data import Counters, LimiterConfig
 
 LIMITER = LimiterConfig(ratio=8.0, rows_per_update=16, tick_rows=1, capacity=1000, band=100)
 LIMITED = limiter.Status(limiter.Waits(1.5, 2.5, "writers"), -3.0, {"shard-0": 7}, 7.5, 8.5, 2)
-PUBLISHED = Published(11, 1 << 20, 0.5, 30, 4, 1, (0.01, 0.02), {"actor-0": 1}, 0.75)
+PUBLISHED = Published(11, 1 << 20, 30, 4, 1, (0.01, 0.02), {"actor-0": 1}, 0.75)
 SECONDS = dict(zip(
     ("rows", "batch", "compute", "write_back", "publish", "checkpoint", "report", "other"), range(1, 9), strict=True
 ))  # fmt: skip
